@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
-from lmdecode.decoder.experts import ExpertMatrices, ExpertsConfig
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
     Architecture,
     ExpertModules,
@@ -23,8 +22,18 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
 from lmdecode.integrations.transformers.decoding.causal_models.architectures import (
     CAUSAL_MODEL_TYPES,
 )
+from lmdecode.integrations.transformers.decoding.causal_models.experts import (
+    expert_weights,
+    experts_config,
+    inner_size,
+)
+from lmdecode.integrations.transformers.decoding.causal_models.values import (
+    chunks,
+    floats,
+    times,
+    wide,
+)
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
-from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight
 
 __all__ = ["causal_model_of", "refuse_rope_types"]
 
@@ -159,7 +168,7 @@ class _Reader:
         final_gamma, final_beta = self._norm(trunk.final_norm)
         weights = CausalWeights(
             embedding=embedding,
-            positions=None if trunk.positions is None else _floats(self._weight(trunk.positions)),
+            positions=None if trunk.positions is None else floats(self._weight(trunk.positions)),
             rotary=rotary.frequencies,
             final_norm_gamma=final_gamma,
             final_norm_beta=final_beta,
@@ -192,7 +201,7 @@ class _Reader:
                 logits_scale=1.0 / self._number(architecture.logits_divisor, 1.0),
                 mixers=tuple(modules.mixer for modules in self.layers),
                 attention_gate=architecture.attention_gate,
-                experts=self._experts_config(),
+                experts=experts_config(self.architecture, config, self.layers),
             ),
             weights,
         )
@@ -294,73 +303,25 @@ class _Reader:
         """Return the inner size of layers without experts; of a shared or an expert's without."""
         dense = [layer for layer in self.layers if layer.experts is None]
         if dense:
-            return _inner_size(dense[0])
-        config = self._experts_config()
+            return inner_size(dense[0])
+        config = experts_config(self.architecture, self.config, self.layers)
         assert config is not None
         return config.shared_size or config.size
 
     def _is_gated(self) -> bool:
         return any(layer.experts is not None or layer.ffn_gate is not None for layer in self.layers)
 
-    def _experts_config(self) -> ExpertsConfig | None:
-        """Return what the layers' experts have in common."""
-        layers = [layer.experts is not None for layer in self.layers]
-        if self.architecture.experts is None or not any(layers):
-            return None
-        first = self.layers[layers.index(True)]
-        assert first.experts is not None
-        down = first.experts.experts.down_proj
-        return ExpertsConfig(
-            size=int(down.shape[1 if first.experts.is_interleaved else 2]),
-            shared_size=0 if first.ffn_up is None else _inner_size(first),
-            layers=tuple(layers),
-            **self.architecture.experts(self.config),
-        )
-
     def _experts(self, modules: ExpertModules, factor: float) -> dict[str, Any]:
-        """Return the weights of a layer's experts; matrices are read as they are asked for."""
-        experts, count = modules.experts, modules.router.weight.shape[0]
-        gate_up, down = _slices(experts, modules.is_interleaved)
-        if self.read_parameter is not None:
-            name = self.names[experts]
-            gate_up = self.read_parameter(f"{name}.gate_up_proj")
-            down = self.read_parameter(f"{name}.down_proj")
-        choice = modules.choice_bias
-
-        def half(index: int) -> ExpertMatrices:
-            return ExpertMatrices(count, lambda e: gate_up(e)[index])
-
-        gate_up_bias = self._parameter(experts, "gate_up_proj_bias")
-        down_bias = self._parameter(experts, "down_proj_bias")
-        gate_bias, up_bias = None, None
-        if gate_up_bias is not None:
-            halves = (
-                (gate_up_bias[:, ::2], gate_up_bias[:, 1::2])
-                if modules.is_interleaved
-                else gate_up_bias.chunk(2, dim=1)
-            )
-            gate_bias, up_bias = halves
-        return {
-            "router": self._weight(modules.router),
-            "router_bias": self._parameter(modules.router, "bias"),
-            "router_choice_bias": None if choice is None else self._parameter(*choice),
-            "experts_gate": half(0),
-            "experts_gate_bias": gate_bias,
-            "experts_up": half(1),
-            "experts_up_bias": up_bias,
-            "experts_down": ExpertMatrices(count, lambda e: _times(factor, down(e), None)[0]),
-            "experts_down_bias": None if down_bias is None else _times(factor, down_bias, None)[0],
-            "shared_gate": None
-            if modules.shared_gate is None
-            else _floats(self._weight(modules.shared_gate)).reshape(-1),
-        }
+        name, read = self.names[modules.experts], self.read_parameter
+        matrices = None if read is None else lambda field: read(f"{name}.{field}")
+        return expert_weights(modules, self._parameter, matrices, factor)
 
     def _norm(self, module: Any) -> tuple[Tensor | None, Tensor | None]:
         if module is None:
             return None, None
         gamma = self._weight(module)
         if self.architecture.gamma_plus_one:
-            gamma = 1.0 + _wide(gamma)
+            gamma = 1.0 + wide(gamma)
         return gamma, self._parameter(module, "bias")
 
     def layer(self, modules: LayerModules) -> CausalLayerWeights:
@@ -370,20 +331,20 @@ class _Reader:
         of_layer = self.attention if modules.attention is None else modules.attention
         ratio = of_layer.scaling / self.attention.scaling
         if ratio != 1.0:
-            qkv = _wide(qkv)
+            qkv = wide(qkv)
             factors = torch.ones(qkv.shape[0], dtype=qkv.dtype, device=qkv.device)
             factors[: self.config.num_attention_heads * modules.attention.head_dim] = ratio
             qkv = qkv * factors[:, None]
             qkv_bias = None if qkv_bias is None else qkv_bias * factors
         factor = self._number(self.architecture.residual_multiplier, 1.0)
-        out, out_bias = _times(factor, *self._linear(modules.attention_out))
+        out, out_bias = times(factor, *self._linear(modules.attention_out))
         down, down_bias, up, up_bias = None, None, None, None
         if modules.ffn_down is not None:
-            down, down_bias = _times(factor, *self._linear(modules.ffn_down))
+            down, down_bias = times(factor, *self._linear(modules.ffn_down))
             up, up_bias = self._linear(modules.ffn_up)
         gate, gate_bias = None, None
         if modules.ffn_gate is not None and modules.ffn_gate is modules.ffn_up:
-            gate, up = _chunks(up)
+            gate, up = chunks(up)
             if up_bias is not None:
                 gate_bias, up_bias = up_bias.chunk(2)
         elif modules.ffn_gate is not None:
@@ -415,7 +376,7 @@ class _Reader:
         """Return the weights that only a layer with a mixer has."""
         if modules.convolution is None:
             return {}
-        kernel = _floats(self._weight(modules.convolution))  # [channels, 1, taps], or without 1
+        kernel = floats(self._weight(modules.convolution))  # [channels, 1, taps], or without 1
         weights: dict[str, Tensor | None] = {
             "convolution": kernel.flatten(1),
             "convolution_bias": self._parameter(modules.convolution, "bias"),
@@ -423,7 +384,7 @@ class _Reader:
         if (delta := modules.delta_rule) is not None:
             decay, decay_bias = self._parameter(delta, "A_log"), self._parameter(delta, "dt_bias")
             assert decay is not None
-            weights["decay"] = -_wide(decay).exp()
+            weights["decay"] = -wide(decay).exp()
             weights["decay_bias"] = decay_bias
             weights["mixer_norm_gamma"] = self._weight(delta.norm)
         return weights
@@ -481,47 +442,3 @@ class _Reader:
                 f"model has {len(others)} parameters that its type does not have, {others[0]} "
                 "the first; expected none"
             )
-
-
-def _inner_size(layer: LayerModules) -> int:
-    up = layer.ffn_up
-    size = int(up.weight.shape[1 if type(up) is Conv1D else 0])
-    return size // 2 if up is layer.ffn_gate else size
-
-
-def _slices(experts: Any, is_interleaved: bool) -> tuple[Any, Any]:
-    """Return functions that give an expert's gate and up, and its down, [out, in], of a module."""
-
-    def gate_up(expert: int) -> Any:
-        both = experts.gate_up_proj[expert]
-        return (both[:, ::2].T, both[:, 1::2].T) if is_interleaved else both.chunk(2)
-
-    def down(expert: int) -> Any:
-        matrix = experts.down_proj[expert]
-        return matrix.T if is_interleaved else matrix
-
-    return gate_up, down
-
-
-def _floats(weight: LinearWeight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dequantize()
-
-
-def _chunks(weight: Any) -> Any:
-    """Return the upper and the lower half of the rows."""
-    if not isinstance(weight, QuantizedWeight):
-        return weight.chunk(2)
-    rows = weight.shape[0]
-    return weight.rows(0, rows // 2), weight.rows(rows // 2, rows)
-
-
-def _wide(weight: LinearWeight) -> Tensor:
-    """Return the tensor in float32 at least, so that folding in a factor rounds no more."""
-    tensor = _floats(weight)
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _times(factor: float, weight: Any, bias: Tensor | None) -> tuple[Any, Tensor | None]:
-    if factor == 1.0:
-        return weight, bias
-    return _wide(weight) * factor, None if bias is None else _wide(bias) * factor

@@ -1,0 +1,38 @@
+"""Values of weights while a model is read: floats, halves, and factors that are folded in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight
+
+__all__ = ["chunks", "floats", "times", "wide"]
+
+
+def floats(weight: LinearWeight) -> Tensor:
+    """Return a weight as a tensor."""
+    return weight if isinstance(weight, Tensor) else weight.dequantize()
+
+
+def chunks(weight: Any) -> Any:
+    """Return the upper and the lower half of the rows."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight.chunk(2)
+    rows = weight.shape[0]
+    return weight.rows(0, rows // 2), weight.rows(rows // 2, rows)
+
+
+def wide(weight: LinearWeight) -> Tensor:
+    """Return the tensor in float32 at least, so that folding in a factor rounds no more."""
+    tensor = floats(weight)
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def times(factor: float, weight: Any, bias: Tensor | None) -> tuple[Any, Tensor | None]:
+    """Return a weight and a bias multiplied by a factor, both as they are where it is 1."""
+    if factor == 1.0:
+        return weight, bias
+    return wide(weight) * factor, None if bias is None else wide(bias) * factor
