@@ -247,11 +247,11 @@ def test_models_of_other_types() -> None:
     )  # fmt: skip
     model = transformers.MixtralForCausalLM(experts)
     _refused(model, "model is a MixtralForCausalLM of type 'mixtral'")
-    sinks = transformers.GptOssConfig(
+    shared = transformers.Qwen2MoeConfig(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_local_experts=2,
+        num_attention_heads=2, num_key_value_heads=1, num_experts=2, num_experts_per_tok=1,
     )  # fmt: skip
-    _refused(transformers.GptOssForCausalLM(sinks), "GptOssForCausalLM of type 'gpt_oss'")
+    _refused(transformers.Qwen2MoeForCausalLM(shared), "Qwen2MoeForCausalLM of type 'qwen2_moe'")
     source = transformers.T5Config(
         vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2
     )
