@@ -204,19 +204,6 @@ def _take_qkv_for_logits(manifest: dict[str, Any]) -> None:
     facts["model_offsets"][5] = facts["layer_offsets"][0][2]
 
 
-def test_folders_of_former_versions(tmp_path: Path) -> None:
-    """Before there were states layers had 18 parts, and the config fewer switches."""
-    ids = random_tokens(5)[None]
-    expected = _saved(tmp_path).generate(ids, max_new_tokens=4)
-    manifest = json.loads((tmp_path / "lmdecode.json").read_text())
-    facts = manifest["facts"]
-    facts["layer_offsets"] = [row[:18] for row in facts["layer_offsets"]]
-    for switch in ("mixers", "attention_gate"):
-        del manifest["config"][switch]
-    _write_manifest(tmp_path, manifest)
-    assert lmdecode.Decoding.load(tmp_path).generate(ids, max_new_tokens=4).equal(expected)
-
-
 @pytest.mark.parametrize(
     ("parts", "switches"),
     [(18, ("mixers", "attention_gate", "experts")), (23, ("experts",))],

@@ -11,7 +11,15 @@ from torch import Tensor
 from lmdecode.decoder.config import ActivationName, Norm
 from lmdecode.decoder.mixers import Mixer
 
-__all__ = ["Architecture", "ExpertModules", "LayerModules", "Rows", "Trunk", "refused"]
+__all__ = [
+    "Architecture",
+    "ExpertModules",
+    "LayerModules",
+    "Rows",
+    "Trunk",
+    "gated_ffn",
+    "refused",
+]
 
 
 def refused(what: str, others: str = "other models", function: str = "pack_linears_") -> ValueError:
@@ -116,6 +124,11 @@ class LayerModules(NamedTuple):
     delta_rule: Any = None
     experts: ExpertModules | None = None
     sinks: bool = False
+
+
+def gated_ffn(ffn: Any) -> dict[str, Any]:
+    """Return the arguments of ``LayerModules`` for a feed-forward layer with Llama's names."""
+    return {"ffn_gate": ffn.gate_proj, "ffn_up": ffn.up_proj, "ffn_down": ffn.down_proj}
 
 
 @dataclass(frozen=True)

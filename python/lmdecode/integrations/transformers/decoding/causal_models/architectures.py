@@ -10,6 +10,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     ExpertModules,
     LayerModules,
     Trunk,
+    gated_ffn,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.state_layers import (
     lfm2_layer,
@@ -36,27 +37,33 @@ def _gpt2_trunk(model: Any) -> Trunk:
     return Trunk(body, body.wte, body.h, body.ln_f, positions=body.wpe)
 
 
-def _llama_layer(layer: Any) -> LayerModules:
-    attention, ffn = layer.self_attn, layer.mlp
+def _attention_layer(layer: Any) -> LayerModules:
+    """Return all modules but those of the feed-forward layer."""
+    attention = layer.self_attn
     return LayerModules(
         attention=attention,
         attention_norm=layer.input_layernorm,
         qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
         attention_out=attention.o_proj,
         ffn_norm=layer.post_attention_layernorm,
-        ffn_gate=ffn.gate_proj,
-        ffn_up=ffn.up_proj,
-        ffn_down=ffn.down_proj,
     )
 
 
+def _llama_layer(layer: Any) -> LayerModules:
+    return _attention_layer(layer)._replace(**gated_ffn(layer.mlp))
+
+
+def _with_head_norms(modules: LayerModules) -> LayerModules:
+    attention = modules.attention
+    return modules._replace(query_norm=attention.q_norm, key_norm=attention.k_norm)
+
+
 def _qwen3_layer(layer: Any) -> LayerModules:
-    attention = layer.self_attn
-    return _llama_layer(layer)._replace(query_norm=attention.q_norm, key_norm=attention.k_norm)
+    return _with_head_norms(_llama_layer(layer))
 
 
 def _olmo2_layer(layer: Any) -> LayerModules:
-    attention, ffn = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     return LayerModules(
         attention=attention,
         qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
@@ -64,9 +71,7 @@ def _olmo2_layer(layer: Any) -> LayerModules:
         key_norm=attention.k_norm,
         attention_out=attention.o_proj,
         attention_out_norm=layer.post_attention_layernorm,
-        ffn_gate=ffn.gate_proj,
-        ffn_up=ffn.up_proj,
-        ffn_down=ffn.down_proj,
+        **gated_ffn(layer.mlp),
         ffn_out_norm=layer.post_feedforward_layernorm,
     )
 
@@ -80,8 +85,7 @@ def _gemma2_layer(layer: Any) -> LayerModules:
 
 
 def _gemma3_layer(layer: Any) -> LayerModules:
-    attention = layer.self_attn
-    return _gemma2_layer(layer)._replace(query_norm=attention.q_norm, key_norm=attention.k_norm)
+    return _with_head_norms(_gemma2_layer(layer))
 
 
 def _phi3_layer(layer: Any) -> LayerModules:
@@ -112,23 +116,7 @@ def _gpt2_layer(layer: Any) -> LayerModules:
 
 
 def _experts_layer(layer: Any, experts: ExpertModules) -> LayerModules:
-    attention = layer.self_attn
-    return LayerModules(
-        attention=attention,
-        attention_norm=layer.input_layernorm,
-        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
-        attention_out=attention.o_proj,
-        ffn_norm=layer.post_attention_layernorm,
-        ffn_gate=None,
-        ffn_up=None,
-        ffn_down=None,
-        experts=experts,
-    )
-
-
-def _with_head_norms(modules: LayerModules) -> LayerModules:
-    attention = modules.attention
-    return modules._replace(query_norm=attention.q_norm, key_norm=attention.k_norm)
+    return _attention_layer(layer)._replace(experts=experts)
 
 
 def _qwen3_moe_layer(layer: Any) -> LayerModules:

@@ -13,6 +13,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     LayerModules,
     Rows,
     Trunk,
+    gated_ffn,
     refused,
 )
 
@@ -54,11 +55,7 @@ def lfm2_layer(layer: Any) -> LayerModules:
     if hasattr(ffn, "experts"):
         choice_bias = (ffn, "expert_bias") if ffn.use_expert_bias else None
         return modules._replace(experts=ExpertModules(ffn.gate, ffn.experts, choice_bias))
-    return modules._replace(
-        ffn_gate=ffn.w1,
-        ffn_up=ffn.w3,
-        ffn_down=ffn.w2,
-    )
+    return modules._replace(ffn_gate=ffn.w1, ffn_up=ffn.w3, ffn_down=ffn.w2)
 
 
 def _query_rows(heads: int, head_size: int, part: int) -> Tensor:
@@ -113,9 +110,7 @@ def _with_ffn(layer: Any, modules: LayerModules) -> LayerModules:
     return modules._replace(
         attention_norm=layer.input_layernorm,
         ffn_norm=layer.post_attention_layernorm,
-        ffn_gate=ffn.gate_proj,
-        ffn_up=ffn.up_proj,
-        ffn_down=ffn.down_proj,
+        **gated_ffn(ffn),
     )
 
 
