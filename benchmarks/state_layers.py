@@ -126,7 +126,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             theirs = speeds(path, prompt=PROMPT, new=NEW, threads=threads)
             rows.append((*ours(decoding.decoder, PROMPT, NEW), *theirs))
-    print(machine(), "\n")
+    print(", ".join(f"{name}: {fact}" for name, fact in machine(threads).items()), "\n")
     print("| tokens a second | ours, int8 | llama.cpp, Q8_0 | ratio |\n|---|---|---|---|")
     for name, at in ((f"a prompt of {PROMPT}", 0), ("steps", 1)):
         own, peer = (statistics.median(row[i] for row in rows) for i in (at, at + 2))
