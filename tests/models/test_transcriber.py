@@ -83,9 +83,11 @@ def test_a_long_sound(name: str, condition: bool) -> None:
     ours["condition_on_previous_text"] = condition
     got = list(transcriber.transcribe(sound, **ours)[0])
     assert "".join(segment.text for segment in got).split() == want["text"].split()
+    # Ours leaves segments without text out.
+    chunks = [chunk for chunk in want["chunks"] if chunk["text"].strip()]
     if not condition:
-        assert len(got) == len(want["chunks"])
-    for segment, chunk in zip(got, want["chunks"], strict=False):
+        assert len(got) == len(chunks)
+    for segment, chunk in zip(got, chunks, strict=False):
         assert segment.text == chunk["text"]
         assert segment.start == pytest.approx(chunk["timestamp"][0], abs=0.0201)
 
