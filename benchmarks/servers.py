@@ -1,6 +1,6 @@
 """Servers of OpenAI's API, side by side: tokens a second and times to the first token.
 
-    python -m benchmarks.servers model.gguf --llama-server PATH [--vllm "PYTHON FOLDER"]
+    python -m benchmarks.servers model.gguf --llama-server PATH [--vllm PROGRAM FOLDER]
 
 Each server is started once; they take turns, case by case and round by round, so that what else the
 machine does meets them all. Prompts differ from client to client: nothing is shared.
@@ -187,6 +187,9 @@ def main() -> int:
     """Run all cases, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", type=Path, help="a GGUF file, or another model of lmdecode serve")
+    parser.add_argument(
+        "--lmdecode-options", default="", help="further ones, such as '--dtype int8'"
+    )
     parser.add_argument("--llama-server", help="the program; it gets the same file")
     parser.add_argument("--llama-options", default="", help="further ones, such as --no-repack")
     parser.add_argument("--vllm", nargs=2, metavar=("PROGRAM", "FOLDER"), help="vllm, and a model")
@@ -206,7 +209,7 @@ def main() -> int:
                     [sys.executable, "-m", "lmdecode", "serve", str(given.model),
                      "--port", str(LMDECODE_PORT),
                      "--name", "m", "--threads", threads, "--max-requests", str(most),
-                     "--context", str(CONTEXT)],
+                     "--context", str(CONTEXT), *given.lmdecode_options.split()],
                     LMDECODE_PORT, "m",
                 )
             )
