@@ -29,7 +29,10 @@ def decoding_of(architecture: str, variant: str) -> lmdecode.Decoding:
         ),
         ("^output_attentions: expected False, .* model.generate.. do", {"output_attentions": True}),
         ("^output_hidden_states: expected False", {"output_hidden_states": True}),
-        ("^assistant_model: expected None", {"assistant_model": random_model("llama", "plain")}),
+        (
+            "assistant_model is of type LlamaForCausalLM; expected a lmdecode.Decoding of a deco",
+            {"assistant_model": random_model("llama", "plain")},
+        ),
         ("custom_generate is given; expected none", {"custom_generate": "here"}),
         ("^low_memory: expected None", {"num_beams": 2, "low_memory": True}),
         ("^num_beam_groups: ", {"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}),

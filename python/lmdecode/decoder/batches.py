@@ -11,6 +11,7 @@ from lmdecode.decoder.causal_batch import CausalBatch
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.engine import Engine
+from lmdecode.decoder.engine.draft_options import drafting_of
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Batches"]
@@ -125,6 +126,12 @@ class Batches:
         store: Any = None,
         num_beams: int | None = None,
         source: int | None = None,
+        assistant_model: Any = None,
+        num_assistant_tokens: int | None = None,
+        assistant_confidence_threshold: float | None = None,
+        num_assistant_tokens_schedule: str | None = None,
+        prompt_lookup_num_tokens: int | None = None,
+        max_matching_ngram_size: int | None = None,
     ) -> Engine:
         """Return an engine: requests in, texts out.
 
@@ -135,6 +142,20 @@ class Batches:
         store : KVStore, optional
             Of a decoder-only model, opened with ``fingerprint()``: prompts that are stored need not
             be read.
+        assistant_model : Decoding, optional
+            A smaller decoder-only model with the same vocabulary, for a decoder-only model. It
+            drafts tokens, which a step reads at once. Texts are bitwise the same as without. Its
+            keys and values take memory for as many requests.
+        num_assistant_tokens : int, optional
+            Number of tokens of a draft, 1 to 1024; 5 by default.
+        assistant_confidence_threshold : float, optional
+            0 to 1: a draft ends with a token of a lower probability; 0.4 by default.
+        num_assistant_tokens_schedule : {"constant", "heuristic_transient"}, optional
+            "heuristic_transient": the drafts of a text get 2 tokens longer, up to 4 times
+            ``num_assistant_tokens``, when all were accepted, and else a token shorter.
+        prompt_lookup_num_tokens, max_matching_ngram_size : int, optional
+            ``num_tokens`` and ``max_ngram`` (2 by default) of ``prompt_lookup``, which drafts
+            instead of an assistant.
 
         Raises
         ------
@@ -149,6 +170,16 @@ class Batches:
         ends = self._generation_default("eos_token_id")
         if ends is None:
             ends = ()
+        drafting = drafting_of(
+            "Decoding.engine",
+            self.decoder,
+            assistant_model=assistant_model,
+            num_assistant_tokens=num_assistant_tokens,
+            assistant_confidence_threshold=assistant_confidence_threshold,
+            num_assistant_tokens_schedule=num_assistant_tokens_schedule,
+            prompt_lookup_num_tokens=prompt_lookup_num_tokens,
+            max_matching_ngram_size=max_matching_ngram_size,
+        )
         more: dict[str, Any] = {}
         if isinstance(self.decoder, PackedCausalModel):
             more["cache_dtype"] = self.cache_dtype
@@ -169,6 +200,7 @@ class Batches:
             store=store,
             num_beams=num_beams,
             source=source,
+            drafting=drafting,
             **more,
             eos_token_id=(ends,) if isinstance(ends, int) else tuple(ends),
         )

@@ -8,7 +8,7 @@ from lmdecode.decoder.engine.request import (
     RequestStats,
     TokenLogprob,
 )
-from lmdecode.decoder.engine.rows import Grammar
+from lmdecode.decoder.engine.sequences import Grammar
 from lmdecode.decoder.engine.stats import EngineStats
 
 __all__ = [

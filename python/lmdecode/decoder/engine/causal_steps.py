@@ -8,17 +8,12 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.engine.drafts import DraftAsk, Drafts
 from lmdecode.decoder.engine.model_steps import StepLogits
 from lmdecode.decoder.engine.places import Places
 from lmdecode.decoder.engine.prompts import Part, PromptReader, add_parts
-from lmdecode.decoder.engine.rows import (
-    DrawnRows,
-    DrawnSequence,
-    Ended,
-    SearchedRows,
-    SearchedSequence,
-    WrittenSequence,
-)
+from lmdecode.decoder.engine.rows import DrawnRows, Ended, SearchedRows
+from lmdecode.decoder.engine.sequences import DrawnSequence, SearchedSequence, WrittenSequence
 from lmdecode.decoder.engine.stored_prompts import StoredPrompts
 
 __all__ = ["CausalSteps"]
@@ -35,13 +30,20 @@ class CausalSteps:
         Maximum number of tokens in a step.
     store : KVStore or None
         Store that prompts are loaded from and written to.
+    drafts : Drafts or None
+        Drafts of sampled sequences.
     """
 
-    def __init__(self, caches: CausalCaches, max_step_tokens: int, store: Any) -> None:
+    def __init__(
+        self, caches: CausalCaches, max_step_tokens: int, store: Any, drafts: Drafts | None = None
+    ) -> None:
         self.caches, self._max_step_tokens = caches, max_step_tokens
         self.places = Places(caches)
         self._stored = None if store is None else StoredPrompts(store, caches)
-        self._reader = PromptReader(self.places, self._stored)
+        self._reader: PromptReader[WrittenSequence] = PromptReader(self.places, self._stored)
+        self._drafts = drafts
+        self._told: dict[DrawnSequence, int] = {}  # number of tokens that the drafts know of
+        self._ahead: list[DrawnSequence] = []  # those that read drafts in the last step
         # The entries of the last step, reused if there are no prompts and the rows are the same.
         self._entries: Tensor | None = None
 
@@ -81,12 +83,13 @@ class CausalSteps:
         """See ``ModelSteps``."""
         if self._stored is not None:  # a token follows each prompt that is read to its end
             self._stored.put_all(but=self._reader.sequences)
-        parts: list[Part] = []
-        if self._reader.sequences or self._entries is None or drawn.tokens is None:
-            room = self._max_step_tokens - len(drawn.running) - len(searched.tokens)
-            parts = self._reader.parts(room)
-            ids, entries = _inputs(drawn, searched, parts)
-            self._entries = None if parts or searched.running else entries
+        parts: list[Part[WrittenSequence]] = []
+        room = self._max_step_tokens - len(drawn.running) - len(searched.tokens)
+        drafts = self._propose(drawn.running, room) if self._drafts is not None else []
+        if self._reader.sequences or self._entries is None or drawn.tokens is None or drafts:
+            parts = self._reader.parts(room - sum(map(len, drafts)))
+            ids, entries = _inputs(drawn, searched, parts, drafts)
+            self._entries = None if parts or searched.running or drafts else entries
         else:
             ids, entries = drawn.tokens, self._entries
         if not len(entries):
@@ -94,9 +97,40 @@ class CausalSteps:
         ends = sum(
             sequence.read + count == len(sequence.request.prompt_ids) for sequence, count in parts
         )
-        num_logits = len(drawn.running) + len(searched.places) + ends
+        num_logits = len(drawn.running) + sum(map(len, drafts)) + len(searched.places) + ends
         logits = self.caches.forward(ids, entries, num_logits)
-        return StepLogits(logits, (part[0] for part in parts if self._reader.advance(part)))
+        begun = (part[0] for part in parts if self._reader.advance(part))
+        return StepLogits(logits, begun, drafts)
+
+    def _propose(self, running: list[DrawnSequence], room: int) -> list[list[int]]:
+        """Return the drafts of a step with room for so many tokens; an empty list: there are none.
+
+        Before, rejected tokens of the last drafts are removed from the caches.
+        """
+        assert self._drafts is not None
+        ahead = [sequence for sequence in self._ahead if sequence.places]
+        if ahead:
+            lengths = [len(s.prompt_ids) + len(s.request._tokens) - 1 for s in ahead]
+            self.caches.truncate([s.places[0] for s in ahead], lengths)
+        self._ahead = []
+        if not running:
+            return []
+        if self._reader.sequences:
+            room //= 2
+        each = room // len(running)
+        asks = []
+        for sequence in running:
+            place, tokens = sequence.places[0], sequence.request._tokens
+            if sequence not in self._told:
+                self._told[sequence] = 0
+                self._drafts.begin(place, sequence.prompt_ids, sequence.rules, sequence.end_tokens)
+            # The last token of a text is not read.
+            left = sequence.max_new_tokens - len(tokens) - 1
+            asks.append(DraftAsk(place, tokens[self._told[sequence] :], min(left, each)))
+            self._told[sequence] = len(tokens)
+        drafts = self._drafts.propose(asks)
+        self._ahead = [s for s, draft in zip(running, drafts, strict=True) if draft]
+        return drafts if self._ahead else []
 
     def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
         """See ``ModelSteps``. The prompt of a sound sequence is kept."""
@@ -105,6 +139,9 @@ class CausalSteps:
                 self._stored.put(sequence)
             else:
                 self._stored.drop(sequence)
+        if isinstance(sequence, DrawnSequence) and self._told.pop(sequence, None) is not None:
+            assert self._drafts is not None
+            self._drafts.end(sequence.places[0])
         first, *others = sequence.places
         self.places.give_back(first, keep=sequence.read if is_sound else 0)
         for place in others:
@@ -113,7 +150,7 @@ class CausalSteps:
 
     def clear(self) -> None:
         """See ``ModelSteps``."""
-        self._reader.sequences, self._entries = [], None
+        self._reader.sequences, self._entries, self._ahead = [], None, []
 
     def flush(self) -> None:
         """See ``ModelSteps``."""
@@ -121,12 +158,23 @@ class CausalSteps:
             self._stored.flush(but=self._reader.sequences)
 
 
-def _inputs(drawn: DrawnRows, searched: SearchedRows, parts: list[Part]) -> tuple[Tensor, Tensor]:
+def _inputs(
+    drawn: DrawnRows,
+    searched: SearchedRows,
+    parts: list[Part[WrittenSequence]],
+    drafts: list[list[int]],
+) -> tuple[Tensor, Tensor]:
     """Return a step's tokens and entries; sampled sequences come first."""
     if not parts and not drawn.running:
         return searched.tokens, searched.entries
-    ids = [sequence.last for sequence in drawn.running]
-    entries = [(sequence.places[0], 1, 0, 1) for sequence in drawn.running]
+    if drafts:
+        ids, entries = [], []
+        for sequence, draft in zip(drawn.running, drafts, strict=True):
+            ids += [sequence.last, *draft]
+            entries.append((sequence.places[0], 1 + len(draft), 0, 1 + len(draft)))
+    else:
+        ids = [sequence.last for sequence in drawn.running]
+        entries = [(sequence.places[0], 1, 0, 1) for sequence in drawn.running]
     add_parts([part for part in parts if isinstance(part[0], DrawnSequence)], ids, entries)
     ids += searched.tokens.tolist()
     entries += [(place, 1, 0, 1) for place in searched.places]

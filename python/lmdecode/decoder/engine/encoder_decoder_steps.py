@@ -12,14 +12,8 @@ from lmdecode._ops import ops
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.engine.model_steps import StepLogits
-from lmdecode.decoder.engine.rows import (
-    DrawnRows,
-    DrawnSequence,
-    Ended,
-    FollowingCaches,
-    SearchedRows,
-    WrittenSequence,
-)
+from lmdecode.decoder.engine.rows import DrawnRows, Ended, FollowingCaches, SearchedRows
+from lmdecode.decoder.engine.sequences import DrawnSequence, WrittenSequence
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.weights import PackedDecoder
 

@@ -16,15 +16,14 @@ from lmdecode._checks import former_names
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.decoder.engine.encoder_inputs import Encoder
 from lmdecode.decoder.engine.kinds import causal_parts, encoder_decoder_parts
 from lmdecode.decoder.engine.request import Request
-from lmdecode.decoder.engine.rows import (
-    DrawnRows,
+from lmdecode.decoder.engine.rows import DrawnRows, Ended, SearchedRows
+from lmdecode.decoder.engine.sequences import (
     DrawnSequence,
-    Ended,
     Grammar,
-    SearchedRows,
     SearchedSequence,
     WrittenSequence,
 )
@@ -78,6 +77,10 @@ class Engine:
     encoder, decoder_start_token_id, request_of_config
         For an encoder-decoder model: the encoder of inputs, the prompt of a request without one,
         and the function that makes a search of a ``generation_config``.
+    drafting : Drafting, optional
+        For a decoder-only model: drafts, which a step reads after texts. A text takes the tokens
+        that it would have chosen without. Drafts have at most half of the room of a step while
+        prompts are read. Searches have none. A failure of the drafts is a ``RuntimeWarning``.
 
     Raises
     ------
@@ -109,13 +112,14 @@ class Engine:
         encoder: Encoder | None = None,
         decoder_start_token_id: int | None = None,
         request_of_config: Callable[[Any, Any], BeamRequest] | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         given: dict[str, Any] = {
             "max_requests": max_requests, "capacity": capacity, "max_step_tokens": max_step_tokens,
             "cache_dtype": cache_dtype, "dialect": dialect, "eos_token_id": tuple(eos_token_id),
             "store": store, "num_beams": num_beams, "source": source, "encoder": encoder,
             "decoder_start_token_id": decoder_start_token_id,
-            "request_of_config": request_of_config,
+            "request_of_config": request_of_config, "drafting": drafting,
         }  # fmt: skip
         if isinstance(model, PackedCausalModel):
             parts = causal_parts(model, **given)
@@ -126,7 +130,7 @@ class Engine:
         self._drawn = DrawnRows(self.max_requests, self._vocab, dialect)
         self._searched = SearchedRows(self._model.caches, self._vocab)
         self._arrived: deque[WrittenSequence] = deque()  # without places
-        self._steps = self._new_tokens = 0
+        self._steps = self._new_tokens = 0  # of searches
         self._lock = threading.RLock()  # held during a step
         self._stepper: int | None = None  # the thread that runs a step
         self._beginning: list[WrittenSequence] = []  # prompts are read, rows are not assigned yet
@@ -351,7 +355,9 @@ class Engine:
             steps=self._steps,
             prompt_tokens=self._model.prompt_tokens,
             cached_tokens=self._model.cached_tokens,
-            new_tokens=self._new_tokens,
+            new_tokens=self._new_tokens + self._drawn.num_chosen,
+            drafted_tokens=self._drawn.num_drafted,
+            accepted_tokens=self._drawn.num_accepted,
         )
 
     def step(self) -> bool:
@@ -434,11 +440,10 @@ class Engine:
             self._begin(self._beginning[0])
             del self._beginning[0]
         ended: list[Ended] = []
-        num_drawn = len(drawn.running)
-        if num_drawn:
+        num_drawn = len(drawn.running) + sum(map(len, step.drafts))
+        if drawn.running:
             told += [sequence.request for sequence in drawn.running]
-            ended = drawn.step(step.logits[:num_drawn])
-            self._new_tokens += num_drawn - sum(e.reason == "error" for e in ended)
+            ended = drawn.step(step.logits[:num_drawn], step.drafts)
             for end in ended:
                 assert isinstance(end.sequence, DrawnSequence)
                 drawn.end(end.sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from lmdecode._checks import check_choice, check_int
@@ -14,6 +15,7 @@ from lmdecode.decoder.causal_caches import (
 )
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.causal_steps import CausalSteps
+from lmdecode.decoder.engine.drafts import Drafting, Drafts
 from lmdecode.decoder.engine.encoder_decoder_steps import EncoderDecoderSteps
 from lmdecode.decoder.engine.encoder_inputs import Encoder, EncoderInputs
 from lmdecode.decoder.engine.model_steps import ModelSteps
@@ -56,6 +58,7 @@ def causal_parts(
     eos_token_id: tuple[int, ...],
     cache_dtype: str,
     store: Any,
+    drafting: Drafting | None,
     **others: Any,
 ) -> EngineParts:
     """Return the parts of an engine of a decoder-only model; arguments are those of ``Engine``."""
@@ -77,11 +80,23 @@ def causal_parts(
         capacity,
         dtype=cache_dtype,
         max_rows=max_step_tokens,
+        rollback=0 if drafting is None else drafting.most,
         checkpoint_interval=CHECKPOINT_INTERVAL,
     )
+    drafts = None
+    if drafting is not None:
+        source = partial(
+            drafting.new_source,
+            rows=max_requests,
+            capacity=capacity,
+            dialect=dialect,
+            max_step_tokens=max_step_tokens,
+        )
+        drafts = Drafts(source)
     most_beams = max_requests, "max_requests"
     submission = Submission(model.config.vocab_size, capacity, most_beams, dialect, eos_token_id)
-    return EngineParts(CausalSteps(caches, max_step_tokens, store), submission, max_requests)
+    steps = CausalSteps(caches, max_step_tokens, store, drafts)
+    return EngineParts(steps, submission, max_requests)
 
 
 def encoder_decoder_parts(
@@ -99,9 +114,15 @@ def encoder_decoder_parts(
     encoder: Encoder | None,
     decoder_start_token_id: int | None,
     request_of_config: Callable[[Any, Any], BeamRequest] | None,
+    drafting: Drafting | None,
 ) -> EngineParts:
     """Return the parts of an engine of an encoder-decoder model; arguments as of ``Engine``."""
-    for name, is_given in (("store", store is not None), ("cache_dtype", cache_dtype != "float32")):
+    refused = {
+        "store": store is not None,
+        "cache_dtype": cache_dtype != "float32",
+        "drafting": drafting is not None,
+    }
+    for name, is_given in refused.items():
         if is_given:
             raise ValueError(f"{_OP}: {name} is given; expected none for an encoder-decoder model")
     longest = min((most for most, _ in length_limits(decoder)), default=None)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lmdecode.decoder.engine.rows import (
-    DrawnRows,
-    Ended,
-    FollowingCaches,
-    SearchedRows,
-    WrittenSequence,
-)
+from lmdecode.decoder.engine.rows import DrawnRows, Ended, FollowingCaches, SearchedRows
+from lmdecode.decoder.engine.sequences import WrittenSequence
 
 __all__ = ["ModelSteps", "StepLogits"]
 
@@ -29,10 +24,14 @@ class StepLogits(NamedTuple):
     begun : iterator of WrittenSequence
         Sequences whose prompts were read in this step. Each leaves ``reading`` when the iterator
         yields it, for its rows.
+    drafts : sequence of list of int
+        Drafts of the first sampled sequences, see ``DrawnRows.step``. A sequence with a draft has
+        logits after each of its tokens, too.
     """
 
     logits: Tensor
     begun: Iterator[WrittenSequence]
+    drafts: Sequence[list[int]] = ()
 
 
 class ModelSteps(Protocol):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
 from lmdecode.decoder.engine.places import Places
-from lmdecode.decoder.engine.rows import WrittenSequence
+from lmdecode.decoder.engine.sequences import ReadSequence
 from lmdecode.decoder.engine.stored_prompts import StoredPrompts
 
 __all__ = ["Part", "PromptReader", "add_parts"]
 
-Part = tuple[WrittenSequence, int]  # (sequence, number of tokens)
+S = TypeVar("S", bound=ReadSequence)
+Part = tuple[S, int]  # (sequence, number of tokens)
 
 
-class PromptReader:
+class PromptReader(Generic[S]):
     """Sequences whose prompts are not read to their end, in order of arrival.
 
     Parameters
@@ -23,7 +27,7 @@ class PromptReader:
 
     Attributes
     ----------
-    sequences : list of WrittenSequence
+    sequences : list of ReadSequence
         The sequences whose prompts are being read.
     prompt_tokens, cached_tokens : int
         Number of tokens that were computed, and that were shared or loaded.
@@ -31,21 +35,21 @@ class PromptReader:
 
     def __init__(self, places: Places, stored: StoredPrompts | None) -> None:
         self._places, self._stored = places, stored
-        self.sequences: list[WrittenSequence] = []
+        self.sequences: list[S] = []
         self.prompt_tokens = self.cached_tokens = 0
 
-    def begin(self, sequence: WrittenSequence) -> None:
+    def begin(self, sequence: S) -> None:
         """Assign places to a sequence; enough are free."""
-        prompt = sequence.request.prompt_ids
+        prompt = sequence.prompt_ids
         of, length = self._places.longest_common(prompt)
         sequence.places = self._places.take(prompt, sequence.num_beams, of)
         self.sequences.append(sequence)
         self._look_for_prefix(sequence, of, length)
 
-    def parts(self, room: int) -> list[Part]:
+    def parts(self, room: int) -> list[Part[S]]:
         """Return the parts of prompts that the next step reads, of at most ``room`` tokens."""
         self._follow()
-        parts = []
+        parts: list[Part[S]] = []
         for sequence in self.sequences:
             if room and sequence.follows is None:
                 count = sequence.next_part(room)
@@ -53,22 +57,22 @@ class PromptReader:
                 parts.append((sequence, count))
         return parts
 
-    def advance(self, part: Part) -> bool:
+    def advance(self, part: Part[S]) -> bool:
         """Record that a part has been read; return whether the prompt is read to its end."""
         sequence, count = part
         sequence.read += count
         self.prompt_tokens += count
         if self._stored is not None and sequence.read == sequence.keep_at:
             self._stored.copy(sequence)
-        if sequence.read < len(sequence.request.prompt_ids):
+        if sequence.read < len(sequence.prompt_ids):
             return False
         self.sequences.remove(sequence)
         return True
 
-    def _leader_at(self, place: int) -> WrittenSequence | None:
+    def _leader_at(self, place: int) -> S | None:
         return next((s for s in self.sequences if s.places[0] == place), None)
 
-    def _look_for_prefix(self, sequence: WrittenSequence, of: int, length: int) -> None:
+    def _look_for_prefix(self, sequence: S, of: int, length: int) -> None:
         """Share a prefix of a sequence's prompt with a place, or make it wait for one."""
         leader = self._leader_at(of)
         if leader is not None and leader is not sequence and leader.read < length:
@@ -77,9 +81,9 @@ class PromptReader:
         else:
             self._begin_with(sequence, of, length)
 
-    def _begin_with(self, sequence: WrittenSequence, of: int, length: int) -> None:
+    def _begin_with(self, sequence: S, of: int, length: int) -> None:
         """Begin a sequence with the prefix of its prompt from a place or the store."""
-        place, prompt, stored = sequence.places[0], sequence.request.prompt_ids, self._stored
+        place, prompt, stored = sequence.places[0], sequence.prompt_ids, self._stored
         if stored is not None:
             sequence.keep_at = stored.keep_at(prompt)
             sequence.stops.add(sequence.keep_at)
@@ -92,12 +96,12 @@ class PromptReader:
         if sequence.read >= sequence.keep_at:
             sequence.keep_at = 0
 
-    def _share(self, sequence: WrittenSequence, of: int, length: int) -> None:
+    def _share(self, sequence: S, of: int, length: int) -> None:
         if (shared := self._places.share(sequence.places[0], of, length)) > 0:
             self._has_read(sequence, shared)
 
-    def _has_read(self, sequence: WrittenSequence, length: int) -> None:
-        sequence.read = sequence.request._cached_tokens = length
+    def _has_read(self, sequence: S, length: int) -> None:
+        sequence.begin_with(length)
         self.cached_tokens += length
 
     def _follow(self) -> None:
@@ -113,11 +117,11 @@ class PromptReader:
                 sequence.follows = None
                 self._share(sequence, leader.places[0], length)
 
-    def _look_again(self, sequence: WrittenSequence) -> None:
+    def _look_again(self, sequence: S) -> None:
         """Find another leader for a sequence whose leader has left, or make it read by itself."""
-        prompt, own = sequence.request.prompt_ids, sequence.places[0]
+        prompt, own = sequence.prompt_ids, sequence.places[0]
         of, length = self._places.longest_common(prompt, but=own)
-        leader = self._leader_at(of)
+        leader: ReadSequence | None = self._leader_at(of)
         while leader is not None and leader.follows is not None:
             leader = leader.follows[0]
             if leader is sequence:
@@ -125,9 +129,11 @@ class PromptReader:
         self._look_for_prefix(sequence, of, length)
 
 
-def add_parts(parts: list[Part], ids: list[int], entries: list[tuple[int, int, int, int]]) -> None:
+def add_parts(
+    parts: Sequence[Part[S]], ids: list[int], entries: list[tuple[int, int, int, int]]
+) -> None:
     """Append the tokens and entries of parts to those of a step of ``CausalCaches``."""
     for sequence, count in parts:
         end = sequence.read + count
-        ids += sequence.request.prompt_ids[sequence.read : end]
-        entries.append((sequence.places[0], count, 1, int(end == len(sequence.request.prompt_ids))))
+        ids += sequence.prompt_ids[sequence.read : end]
+        entries.append((sequence.places[0], count, 1, int(end == len(sequence.prompt_ids))))

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.search import BeamSearch
-from lmdecode.beam.token_rules import TokenRules
-from lmdecode.decoder.engine.encoder_inputs import EncoderInput
-from lmdecode.decoder.engine.request import FinishReason, Request, TokenLogprob
+from lmdecode.decoder.engine.request import FinishReason, TokenLogprob
+from lmdecode.decoder.engine.sequences import DrawnSequence, SearchedSequence, WrittenSequence
 from lmdecode.sampling.compact import CompactSampler, Results
-from lmdecode.sampling.sampler_rows import RowRules
 
-__all__ = [
-    "DrawnRows",
-    "DrawnSequence",
-    "Ended",
-    "FollowingCaches",
-    "Grammar",
-    "SearchedRows",
-    "SearchedSequence",
-    "WrittenSequence",
-]
+__all__ = ["DrawnRows", "Ended", "FollowingCaches", "SearchedRows"]
 
 _FAILED = {1: "NaN in its logits", 2: "no logit above -inf", 4: "an invalid score"}
 
@@ -46,110 +35,6 @@ def _error_of(call: Callable[[], object]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
-
-
-class Grammar(Protocol):
-    """Constrains the tokens of one request, such as a matcher of xgrammar or llguidance.
-
-    An error that it raises ends its request and becomes the request's error.
-    """
-
-    def fill_bitmask(self, bitmask: Tensor) -> None:
-        """Write the allowed next tokens to [ceil(V / 32)] int32; see ``Sampler.sample``."""
-
-    def accept_token(self, token: int) -> object:
-        """Advance by a token."""
-
-
-class WrittenSequence:
-    """The sequence of a request, which has places or waits for them.
-
-    Attributes
-    ----------
-    request : Request
-        Its request.
-    places : list of int
-        Its places of the caches; the first one reads the prompt.
-    read : int
-        Number of prompt tokens that have been read.
-    follows : tuple of (WrittenSequence, int) or None
-        Another sequence that reads the same first tokens, which this one shares once they are read.
-    stops : set of int
-        Lengths at which parts of the prompt must end, for other sequences or the store.
-    keep_at : int
-        The length at which it is written to the store; 0: never.
-    input : EncoderInput or None
-        For an encoder-decoder model: the input that is not encoded yet.
-    """
-
-    def __init__(self, request: Request, max_new_tokens: int, end_tokens: tuple[int, ...]) -> None:
-        self.request, self.max_new_tokens, self.end_tokens = request, max_new_tokens, end_tokens
-        self.places: list[int] = []
-        self.read = 0
-        self.follows: tuple[WrittenSequence, int] | None = None
-        self.stops: set[int] = set()
-        self.keep_at = 0
-        self.input: EncoderInput | None = None
-
-    @property
-    def num_beams(self) -> int:
-        """Rows that it needs at most."""
-        return 1
-
-    def with_input(self, input: EncoderInput | None) -> WrittenSequence:
-        """Set the input; return the sequence."""
-        self.input = input
-        return self
-
-    def next_part(self, room: int) -> int:
-        """Return the number of prompt tokens to read next, at most ``room``."""
-        end = min(len(self.request.prompt_ids), self.read + room)
-        return min((stop for stop in self.stops if self.read < stop < end), default=end) - self.read
-
-
-class DrawnSequence(WrittenSequence):
-    """A sequence that samples its tokens, or takes the largest logit.
-
-    Attributes
-    ----------
-    rules : RowRules
-        Parameters of its row of a ``Sampler``.
-    num_logprobs : int
-        -1: none.
-    last : int
-        The next token to read.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        max_new_tokens: int,
-        end_tokens: tuple[int, ...],
-        rules: RowRules,
-        num_logprobs: int,
-        grammar: Grammar | None,
-    ) -> None:
-        super().__init__(request, max_new_tokens, end_tokens)
-        self.rules, self.num_logprobs, self.grammar = rules, num_logprobs, grammar
-        self.last = -1
-        if num_logprobs >= 0:
-            request._logprobs = []
-
-
-class SearchedSequence(WrittenSequence):
-    """A sequence with a beam search: ``search`` and ``token_rules`` for ``BeamSearch``."""
-
-    def __init__(
-        self, request: Request, search: BeamRequest, token_rules: TokenRules | None = None
-    ) -> None:
-        super().__init__(request, search.max_new_tokens, tuple(search.eos_token_id))
-        self.search, self.token_rules = search, token_rules
-        self.id: Hashable = None
-
-    @property
-    def num_beams(self) -> int:
-        """Rows that it needs at most."""
-        return self.search.num_beams
 
 
 class FollowingCaches(Protocol):
@@ -175,6 +60,10 @@ class Ended(NamedTuple):
     error: BaseException | None = None
 
 
+def _asks(sequence: DrawnSequence) -> bool:
+    return sequence.grammar is not None or sequence.num_logprobs >= 0
+
+
 class DrawnRows:
     """The sampled sequences, by their rows in a ``CompactSampler``.
 
@@ -184,12 +73,15 @@ class DrawnRows:
         The sequences by row.
     tokens : Tensor or None
         [rows] int64: the next token of each row. None: rows have changed since they were chosen.
+    num_chosen, num_drafted, num_accepted : int
+        Number of all tokens so far, of those of drafts, and of chosen ones among these.
     """
 
     def __init__(self, rows: int, vocab: int, dialect: str) -> None:
         self._sampler, self._vocab = CompactSampler(rows, vocab, dialect), vocab
         self.running: list[DrawnSequence] = []
         self.tokens: Tensor | None = None
+        self.num_chosen = self.num_drafted = self.num_accepted = 0
         self._asks = False  # whether a row has a grammar or requests log-probabilities
 
     @property
@@ -219,32 +111,103 @@ class DrawnRows:
 
     def _changed(self) -> None:
         self.tokens = None
-        self._asks = any(s.grammar is not None or s.num_logprobs >= 0 for s in self.running)
+        self._asks = any(map(_asks, self.running))
 
-    def step(self, logits: Tensor) -> list[Ended]:
-        """Choose a token for each sequence; return those that end, still in ``running``."""
-        if self._asks:
-            return self._step_asked(logits)
-        results = self._sampler.step(logits, None, -1)
+    def step(self, logits: Tensor, drafts: Sequence[list[int]] = ()) -> list[Ended]:
+        """Choose a token for each sequence; return those that end, still in ``running``.
+
+        Parameters
+        ----------
+        logits : Tensor
+            [n, V] float32: of each sequence those after its last token, and after each token of its
+            draft.
+        drafts : sequence of list of int
+            Drafts of the first sequences, which may be empty. A sequence chooses further tokens
+            while they are those of its draft. Each has the bits of a step of its own.
+        """
+        if any(drafts):
+            return self._step_drafted(logits, drafts)
+        results, ended = self._choose(0, logits, self._asks)
         self.tokens = results.index
+        self.num_chosen += len(self.running) - sum(end.reason == "error" for end in ended)
+        return ended
+
+    def _step_drafted(self, logits: Tensor, drafts: Sequence[list[int]]) -> list[Ended]:
+        """Run a step with drafts: rows that follow each other in one op, if they are alike."""
+        self.tokens = None
+        lengths = [len(sequence.request._tokens) for sequence in self.running]
+        ended: list[Ended] = []
+        begin = 0
+
+        def kind(row: int) -> tuple[int, int]:
+            size = len(drafts[row]) if row < len(drafts) else 0
+            return size, row if size and _asks(self.running[row]) else -1
+
+        for (size, asks), group in itertools.groupby(range(len(self.running)), kind):
+            first, *others = group
+            count = 1 + len(others)
+            end = begin + count * (1 + size)
+            part, begin = logits[begin:end], end
+            if size == 0:
+                ended += self._choose(first, part, self._asks)[1]
+            elif asks >= 0:
+                ended += self._choose_in_turn(first, part, drafts[first])
+            else:
+                ended += self._verify(first, part, drafts[first : first + count])
+        for sequence, length in zip(self.running, lengths, strict=True):
+            count = len(sequence.request._tokens) - length
+            self.num_chosen += count
+            self.num_accepted += max(0, count - 1)
+        self.num_drafted += sum(map(len, drafts))
+        return ended
+
+    def _verify(self, first: int, logits: Tensor, drafts: Sequence[list[int]]) -> list[Ended]:
+        """Choose the tokens of rows with drafts of one length."""
+        ended: list[Ended] = []
+        given = torch.tensor(drafts, dtype=torch.int64, device="cpu")
+        of_rows = logits.view(len(drafts), -1, logits.shape[-1])
+        chosen, status = self._sampler.verify(of_rows, given, first)
+        for row, tokens in enumerate(chosen):
+            if status[row]:  # which token fails shows one by one
+                ended += self._choose_in_turn(first + row, of_rows[row], drafts[row])
+            for token in tokens:
+                end = self._take(self.running[first + row], token, 0)
+                if end is not None:
+                    ended.append(end)
+                    break
+        return ended
+
+    def _choose_in_turn(self, row: int, logits: Tensor, draft: list[int]) -> list[Ended]:
+        """Choose the tokens of a row with a draft one by one."""
+        for place in range(len(logits)):
+            _, ended = self._choose(row, logits[place : place + 1], self._asks)
+            if ended or self.running[row].last not in draft[place : place + 1]:
+                return ended
+        return []
+
+    def _choose(self, first: int, logits: Tensor, asks: bool) -> tuple[Results, list[Ended]]:
+        """Choose a token for each sequence from row ``first`` on; logits are [n, V]."""
+        if asks:
+            return self._choose_asked(first, logits)
+        results = self._sampler.step(logits, None, -1, first)
         status = results.status.tolist()
         ended = []
         for row, token in enumerate(results.index.tolist()):
-            end = self._take(self.running[row], token, status[row])
+            end = self._take(self.running[first + row], token, status[row])
             if end is not None:
                 ended.append(end)
-        return ended
+        return results, ended
 
-    def _step_asked(self, logits: Tensor) -> list[Ended]:
-        """Run a step with grammars or log-probabilities."""
-        bitmask, failed = self._bitmask()
-        most = max(sequence.num_logprobs for sequence in self.running)
-        results = self._sampler.step(logits, bitmask, most)
-        self.tokens = results.index
+    def _choose_asked(self, first: int, logits: Tensor) -> tuple[Results, list[Ended]]:
+        """Choose tokens with grammars or log-probabilities."""
+        running = self.running[first : first + len(logits)]
+        bitmask, failed = self._bitmask(running)
+        most = max(sequence.num_logprobs for sequence in running)
+        results = self._sampler.step(logits, bitmask, most, first)
         tokens, status = results.index.tolist(), results.status.tolist()
         logprobs = _logprobs(results, tokens) if most >= 0 else None
         ended = []
-        for row, (sequence, token) in enumerate(zip(self.running, tokens, strict=True)):
+        for row, (sequence, token) in enumerate(zip(running, tokens, strict=True)):
             end = failed.get(row)
             if end is None:
                 if logprobs is not None and sequence.num_logprobs >= 0 and not status[row]:
@@ -259,16 +222,16 @@ class DrawnRows:
                     end = Ended(sequence, "error", error)
             if end is not None:
                 ended.append(end)
-        return ended
+        return results, ended
 
-    def _bitmask(self) -> tuple[Tensor | None, dict[int, Ended]]:
-        """Return the bitmask of a step, and the rows whose grammar failed."""
+    def _bitmask(self, running: list[DrawnSequence]) -> tuple[Tensor | None, dict[int, Ended]]:
+        """Return the bitmask of some sequences, and those whose grammar failed."""
         failed: dict[int, Ended] = {}
-        if all(sequence.grammar is None for sequence in self.running):
+        if all(sequence.grammar is None for sequence in running):
             return None, failed
-        shape = len(self.running), -(-self._vocab // 32)
+        shape = len(running), -(-self._vocab // 32)
         bitmask = torch.full(shape, -1, dtype=torch.int32, device="cpu")
-        for row, sequence in enumerate(self.running):
+        for row, sequence in enumerate(running):
             if sequence.grammar is not None:
                 error = _error_of(partial(sequence.grammar.fill_bitmask, bitmask[row]))
                 if error is not None:

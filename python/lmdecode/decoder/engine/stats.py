@@ -17,6 +17,8 @@ class EngineStats(NamedTuple):
     steps, prompt_tokens, cached_tokens, new_tokens : int
         Since the engine was made: number of steps, of prompt tokens computed and shared, and of
         generated tokens.
+    drafted_tokens, accepted_tokens : int
+        Number of tokens of drafts, and of those that were chosen.
     """
 
     running: int
@@ -26,3 +28,5 @@ class EngineStats(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     new_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from lmdecode.decoder.causal_caches import BLOCK_SIZE, CausalCaches
-from lmdecode.decoder.engine.rows import WrittenSequence
+from lmdecode.decoder.engine.sequences import ReadSequence
 from lmdecode.decoder.prompt_states import PromptStates
 
 __all__ = ["StoredPrompts"]
@@ -38,7 +38,7 @@ class StoredPrompts:
         self._store, self._caches = store, caches
         self.has_windows = store.fingerprint.windows is not None
         self._pending: list[Future[int]] = []
-        self._copies: dict[WrittenSequence, tuple[array[int], Any]] = {}  # not stored yet
+        self._copies: dict[ReadSequence, tuple[array[int], Any]] = {}  # not stored yet
         self._has_warned = False
 
     def keep_at(self, prompt: tuple[int, ...]) -> int:
@@ -74,7 +74,7 @@ class StoredPrompts:
         finally:
             hit.release()
 
-    def copy(self, sequence: WrittenSequence) -> None:
+    def copy(self, sequence: ReadSequence) -> None:
         """Copy the keys and values of a sequence's prompt, as far as it is read.
 
         ``put`` stores them after a token was chosen, which shows that they have no NaN.
@@ -82,10 +82,10 @@ class StoredPrompts:
         self._pending = [future for future in self._pending if not self._is_written(future)]
         if len(self._pending) + len(self._copies) >= _MOST_PENDING:
             return
-        tokens = array("i", sequence.request.prompt_ids[: sequence.read])
+        tokens = array("i", sequence.prompt_ids[: sequence.read])
         self._copies[sequence] = tokens, self._caches.read(sequence.places[0])
 
-    def put(self, sequence: WrittenSequence) -> None:
+    def put(self, sequence: ReadSequence) -> None:
         """Store the copy of a sequence, if there is one."""
         copied = self._copies.pop(sequence, None)
         if copied is None:
@@ -94,16 +94,16 @@ class StoredPrompts:
         if future is not None:
             self._pending.append(future)
 
-    def put_all(self, but: Collection[WrittenSequence] = ()) -> None:
+    def put_all(self, but: Collection[ReadSequence] = ()) -> None:
         """Store the copies of all sequences except some."""
         for sequence in [sequence for sequence in self._copies if sequence not in but]:
             self.put(sequence)
 
-    def drop(self, sequence: WrittenSequence) -> None:
+    def drop(self, sequence: ReadSequence) -> None:
         """Drop the copy of a sequence."""
         self._copies.pop(sequence, None)
 
-    def flush(self, but: Collection[WrittenSequence] = ()) -> None:
+    def flush(self, but: Collection[ReadSequence] = ()) -> None:
         """Wait until the copies of all sequences except some are written."""
         self.put_all(but)
         for future in self._pending:

@@ -15,7 +15,12 @@ from lmdecode.beam.engine.request_rules import check_tokens_of_request
 from lmdecode.beam.token_rules import TokenRules, check_token_rules
 from lmdecode.decoder.engine.encoder_inputs import EncoderInput, EncoderInputs
 from lmdecode.decoder.engine.request import Driver, Request
-from lmdecode.decoder.engine.rows import DrawnSequence, Grammar, SearchedSequence, WrittenSequence
+from lmdecode.decoder.engine.sequences import (
+    DrawnSequence,
+    Grammar,
+    SearchedSequence,
+    WrittenSequence,
+)
 from lmdecode.decoder.engine.tokens import tokens_of
 from lmdecode.sampling.sampler_rows import check_parameters, rules_of_row
 

@@ -150,9 +150,9 @@ def refuse_assistance(generation_config: Any, assistant_model: Any, reason: str)
     refuse_other_layers(generation_config, reason)
 
 
-def refuse_other_drafts(generation_config: Any, caller: CallerArguments) -> None:
-    """Raise ValueError for options of assisted generation that ``sample`` does not have."""
-    if caller.assistant_tokenizer is not None:
+def refuse_other_drafts(generation_config: Any, assistant_tokenizer: Any) -> None:
+    """Raise ValueError for options of assisted generation that there are not."""
+    if assistant_tokenizer is not None:
         raise ValueError("assistant_tokenizer: expected None, a model and its assistant have one")
     names = ("prompt_lookup_num_tokens", "assistant_ensemble_weight", "speculation_type")
     _refuse(generation_config, names, "an assistant_model drafts")

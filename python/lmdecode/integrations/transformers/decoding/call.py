@@ -99,13 +99,15 @@ def call_generate(
         _check_decoder_arguments(arguments)
     arguments = _without_cache(arguments)
     if isinstance(packed, PackedCausalModel):
+        # transformers would take it for a model of its own.
+        assistant_model = arguments.pop("assistant_model", None)
         if getattr(model, "_is_stateful", False):  # with drafts transformers refuses such models
             model = copy.copy(model)
             model._is_stateful = False
         generate = _generate_of(decoding, model, inputs)
 
         def run() -> Any:
-            call = causal_call(packed, generate, arguments)
+            call = causal_call(packed, generate, arguments, assistant_model)
             new_model = None if stored is None else stored.new_model
             return decode_causal(packed, decoding.cache_dtype, call, new_model)
 
@@ -150,7 +152,8 @@ def engine_call_of(
     arguments = _without_cache({**arguments, "attention_mask": torch.ones_like(inputs)})
     generate = _generate_of(decoding, decoding.model, inputs)
     call = causal_call(decoding.decoder, generate, arguments)
-    return engine_call(decoding.decoder, call) if call.fits_engine and not call.has_beams else None
+    fits = call.fits_engine and not call.has_beams and call.drafting is None
+    return engine_call(decoding.decoder, call) if fits else None
 
 
 def _without_cache(arguments: dict[str, Any]) -> dict[str, Any]:

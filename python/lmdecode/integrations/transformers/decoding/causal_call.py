@@ -10,6 +10,10 @@ from torch import Tensor
 
 from lmdecode._checks import dtype_name
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.decoding import PackedDecoding
+from lmdecode.decoder.engine.draft_options import drafting_of
+from lmdecode.decoder.engine.drafts import Drafting
+from lmdecode.decoder.engine.lookup_drafts import PromptLookup
 from lmdecode.integrations.transformers._prefix_tries import behind_prompt, check_tries
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
@@ -18,7 +22,8 @@ from lmdecode.integrations.transformers.decoding.refused import (
 )
 from lmdecode.integrations.transformers.generate_call import (
     ending,
-    refuse_assistance,
+    refuse_other_drafts,
+    refuse_other_layers,
     refuse_other_modes,
     with_stop_strings,
 )
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["CausalCall", "causal_call"]
 
 _OP = "Decoding.generate"
+_OF_ASSISTANTS = (
+    "num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule",
+)  # fmt: skip
 # Arguments that generate() passes on and that have no effect here.
 _IGNORED = frozenset(
     ("attention_mask", "cache_position", "logits_to_keep", "next_sequence_length", "position_ids",
@@ -50,12 +58,14 @@ class CausalCall(NamedTuple):
         Device of the caller's tokens and of the result.
     processors, criteria, config
         As ``generate()`` prepares them; tries are bound to the prompt.
-    lookup, streamer, seed, constraints, force_words_ids
+    drafting
+        The drafts of the call, or None.
+    streamer, seed, constraints, force_words_ids
         As given, or None.
     has_beams : bool
         Whether it is a beam search.
     fits_engine : bool
-        Whether the call has no feature that engines lack (lookups, streamers, constraints).
+        Whether the call has no feature that engines lack (streamers, constraints).
     """
 
     model: Any
@@ -65,7 +75,7 @@ class CausalCall(NamedTuple):
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
-    lookup: Lookup | None
+    drafting: Drafting | None
     streamer: Any
     seed: Any
     constraints: Any
@@ -156,8 +166,39 @@ def _check_length(packed: PackedCausalModel, config: GenerationConfig, mask: Ten
         )
 
 
+def _drafting(
+    packed: PackedCausalModel,
+    config: GenerationConfig,
+    lookup: Lookup | None,
+    assistant: Any,
+    arguments: dict[str, Any],
+) -> Drafting | None:
+    """Return the drafts that a call asks for. The values of the assistant's config are defaults."""
+    if assistant is None:
+        return None if lookup is None else PromptLookup(*lookup)
+    if lookup is not None:
+        raise ValueError(
+            f"prompt_lookup_num_tokens: expected None, an assistant_model drafts, got "
+            f"{lookup.num_tokens}"
+        )
+    refuse_other_drafts(config, arguments.get("assistant_tokenizer"))
+    # generate() has filled the gaps of its config with values of its own.
+    given = arguments.get("generation_config")
+    options: dict[str, Any] = {}
+    for name in _OF_ASSISTANTS:
+        options[name] = arguments.get(name)
+        if options[name] is None:
+            options[name] = getattr(given, name, None)
+        if options[name] is None and isinstance(assistant, PackedDecoding):
+            options[name] = assistant._generation_default(name)
+    return drafting_of(_OP, packed, assistant_model=assistant, **options)
+
+
 def causal_call(
-    packed: PackedCausalModel, generate: Callable[..., Any], arguments: dict[str, Any]
+    packed: PackedCausalModel,
+    generate: Callable[..., Any],
+    arguments: dict[str, Any],
+    assistant_model: Any = None,
 ) -> CausalCall:
     """Let transformers prepare a call, and return it.
 
@@ -169,6 +210,8 @@ def causal_call(
         The method of the transformers model, with its ``inputs`` bound.
     arguments
         Arguments of ``generate()``.
+    assistant_model
+        A ``Decoding`` that drafts, or None.
 
     Raises
     ------
@@ -176,7 +219,6 @@ def causal_call(
         Names an argument of ``generate()`` that ``Decoding`` does not support.
     """
     streamer, given_tokenizer = arguments.get("streamer"), arguments.get("tokenizer")
-    assistant_model = arguments.get("assistant_model")
 
     # transformers passes on what this adds to the arguments of its own loops.
     def take(
@@ -193,7 +235,8 @@ def causal_call(
     ) -> CausalCall:
         with ending(streamer):
             config, lookup = lookup_of(generation_config, _OP)
-            refuse_assistance(config, assistant_model, "Decoding runs the model itself")
+            refuse_other_layers(config, "Decoding runs the model itself")
+            drafting = _drafting(packed, config, lookup, assistant_model, arguments)
             sees_padding = any(packed.cache_windows) or packed.state_size > 0
             _refuse(config, model, input_ids, model_kwargs, sees_padding)
             has_beams = bool((config.num_beams or 1) > 1 or constraints or force_words_ids)
@@ -203,6 +246,8 @@ def causal_call(
                 raise ValueError(
                     f"prompt_lookup_num_tokens: expected None with beams, got {lookup.num_tokens}"
                 )
+            if has_beams and assistant_model is not None:
+                raise ValueError("assistant_model: expected None with beams")
             if has_beams and streamer is not None:
                 raise ValueError(
                     "streamer: expected None for beam search, whose tokens are not final"
@@ -214,7 +259,7 @@ def causal_call(
             processors = behind_prompt(logits_processor, input_ids.shape[1])
             check_tries(processors, model.config.get_text_config(decoder=True).vocab_size)
             others = (
-                lookup, streamer, constraints, force_words_ids,
+                streamer, constraints, force_words_ids,
                 getattr(config, "constraints", None), getattr(config, "force_words_ids", None),
             )  # fmt: skip
             return CausalCall(
@@ -225,7 +270,7 @@ def causal_call(
                 processors,
                 with_stop_strings(stopping_criteria, stop_strings, given_tokenizer),
                 config,
-                lookup,
+                drafting,
                 streamer,
                 seed,
                 constraints,

@@ -12,8 +12,10 @@ from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.generate_beam_search import search_of_call
 from lmdecode.integrations.transformers.beam.loop import run_search
 from lmdecode.integrations.transformers.decoding.causal_call import CausalCall
-from lmdecode.integrations.transformers.decoding.causal_model import CausalModel
+from lmdecode.integrations.transformers.decoding.causal_model import CausalModel, LoopDrafts
 from lmdecode.integrations.transformers.decoding.engine_call import (
+    end_tokens,
+    rules_of_drafts,
     search_on_engine,
     write_on_engine,
 )
@@ -76,7 +78,11 @@ def _decode_by_steps(
     """Return the result of ``generate()``; each step returns to Python."""
     config, input_ids = call.config, call.input_ids
     recorder = Recorder(call.model, config)
-    model = new_model(packed, input_ids, call.mask, config.max_length, cache_dtype, call.lookup)
+    noise = None if call.has_beams else noise_of_rows(call.seed, input_ids, config)
+    drafts = None
+    if call.drafting is not None:
+        drafts = LoopDrafts(call.drafting, rules_of_drafts(packed, call, noise), end_tokens(call))
+    model = new_model(packed, input_ids, call.mask, config.max_length, cache_dtype, drafts)
     if call.has_beams:
         search = search_of_call(
             input_ids, call.processors, call.criteria, config, recorder,
@@ -87,6 +93,6 @@ def _decode_by_steps(
         return recorder.beam_result(search.finish(run_search(model, search, input_ids)))
     sequences = sample_tokens(
         model, input_ids, call.processors, call.criteria, config, recorder,
-        noise=noise_of_rows(call.seed, input_ids, config), mask=call.mask, streamer=call.streamer,
+        noise=noise, mask=call.mask, streamer=call.streamer,
     )  # fmt: skip
     return recorder.result(sequences)

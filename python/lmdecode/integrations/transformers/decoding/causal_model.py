@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.engine.drafts import Drafting, Drafts
 from lmdecode.integrations.transformers.decoding.lookahead import Lookahead
-from lmdecode.integrations.transformers.sampling.read_ahead import Lookup
+from lmdecode.sampling.sampler_rows import RowRules
 
-__all__ = ["CausalModel"]
+__all__ = ["CausalModel", "LoopDrafts"]
+
+_MAX_STEP_TOKENS = 512  # of an assistant
+
+
+class LoopDrafts(NamedTuple):
+    """Drafts of a loop.
+
+    Attributes
+    ----------
+    drafting : Drafting
+        Their settings.
+    rules : list of RowRules
+        How the tokens of each row are chosen, as far as a sampler has words for it.
+    ends : list of int
+        Tokens that end a row.
+    """
+
+    drafting: Drafting
+    rules: list[RowRules]
+    ends: list[int]
 
 
 class CausalModel:
@@ -30,7 +54,7 @@ class CausalModel:
         Maximum length of a row, padding counted.
     cache_dtype : str
         See ``CausalCaches``.
-    lookup : Lookup, optional
+    drafts : LoopDrafts, optional
         Steps read draft tokens ahead; only for loops that do not reorder rows.
     """
 
@@ -41,7 +65,7 @@ class CausalModel:
         attention_mask: Tensor | None,
         max_length: int,
         cache_dtype: str,
-        lookup: Lookup | None = None,
+        drafts: LoopDrafts | None = None,
     ) -> None:
         rows = input_ids.shape[0]
         if attention_mask is None:
@@ -55,12 +79,26 @@ class CausalModel:
             rows,
             longest + max(1, max_length - input_ids.shape[1]),
             dtype=cache_dtype,
-            rollback=0 if lookup is None else lookup.num_tokens,
+            rollback=0 if drafts is None else drafts.drafting.most,
         )
         self._entries = torch.tensor([[row, 1, 0, 1] for row in range(rows)])
         self._lookahead: Lookahead | None = None
-        if lookup is not None:
-            self._lookahead = Lookahead(self.caches, self._prompts, *lookup)
+        if drafts is not None:
+            self._lookahead = self._lookahead_of(drafts)
+
+    def _lookahead_of(self, drafts: LoopDrafts) -> Lookahead:
+        prompts, caches = [prompt.tolist() for prompt in self._prompts], self.caches
+        source = partial(
+            drafts.drafting.new_source,
+            rows=len(prompts),
+            capacity=caches.max_length,
+            dialect="transformers",
+            max_step_tokens=max(len(prompts), _MAX_STEP_TOKENS),
+        )
+        begun = Drafts(source)
+        for row, (prompt, rules) in enumerate(zip(prompts, drafts.rules, strict=True)):
+            begun.begin(row, prompt, rules, drafts.ends)
+        return Lookahead(caches, [len(prompt) for prompt in prompts], begun)
 
     def read_prompts(self, input_ids: Tensor) -> Tensor:
         prompts, leaders, parents = self._prompts, list[int](), list[int]()

@@ -22,6 +22,7 @@ from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_caches import MOST_REQUESTS
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine import Engine, Request
+from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.integrations.transformers._status import raise_for_status
 from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
@@ -35,9 +36,17 @@ from lmdecode.integrations.transformers.sampling.fusion import WARPERS, fuse_sam
 from lmdecode.integrations.transformers.sampling.generate_sampler import sampler_parameters
 from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, seeds_of_rows
 from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
-from lmdecode.sampling.sampler_rows import parameters_of_row
+from lmdecode.sampling.sampler_rows import (
+    RowRules,
+    check_parameters,
+    parameters_of_row,
+    rules_of_row,
+)
 
-__all__ = ["EngineCall", "engine_call", "search_on_engine", "write_on_engine"]
+__all__ = [
+    "EngineCall", "end_tokens", "engine_call", "rules_of_drafts", "search_on_engine",
+    "write_on_engine",
+]  # fmt: skip
 
 _MAX_STEP_TOKENS = 512
 # Their arguments of a Sampler are the same in every step.
@@ -72,6 +81,47 @@ def _end_tokens(stopping_criteria: Any) -> list[int] | None:
         elif type(criterion) is not MaxLengthCriteria:
             return None
     return ends
+
+
+def end_tokens(call: CausalCall) -> list[int]:
+    """Return the tokens of criteria that end a row."""
+    ends: list[int] = []
+    for criterion in call.criteria:
+        if type(criterion) is EosTokenCriteria:
+            ends += criterion.eos_token_id.flatten().tolist()
+    return ends
+
+
+def rules_of_drafts(
+    packed: PackedCausalModel, call: CausalCall, noise: int | Tensor | None
+) -> list[RowRules]:
+    """Return how the drafts of each row are chosen; processors without such rules are left out.
+
+    Parameters
+    ----------
+    packed, call
+        The model and the call.
+    noise
+        Seeds of the rows, as of ``noise_of_rows``.
+    """
+    length, vocab = call.input_ids.shape[1], packed.config.vocab_size
+    padding: Any = torch.zeros(len(call.input_ids), dtype=torch.int64)
+    if call.mask is not None:
+        padding = length - (call.mask != 0).sum(-1).to("cpu")
+    steady = LogitsProcessorList(p for p in call.processors if type(p) in _STEADY)
+    do_sample = bool(call.config.do_sample)
+    given = _parameters(steady, do_sample, Rows(length, vocab, padding, {})) or {}
+    if not do_sample:
+        given["temperature"] = 0.0
+    checked = check_parameters({"temperature": 1.0, **given}, vocab)
+    if noise is None:
+        seeds: Any = 0
+    else:
+        seeds = noise.tolist() if isinstance(noise, Tensor) else noise
+    return [
+        rules_of_row(checked, "transformers", parameters_of_row({"seed": seeds}, row)["seed"])
+        for row in range(len(call.input_ids))
+    ]
 
 
 def _raise_for_failed(requests: list[Request]) -> None:
@@ -157,7 +207,12 @@ def _prompts(call: CausalCall) -> list[Tensor] | None:
 
 
 def _new_engine(
-    packed: PackedCausalModel, cache_dtype: str, rows: int, prompts: list[Tensor], new: int
+    packed: PackedCausalModel,
+    cache_dtype: str,
+    rows: int,
+    prompts: list[Tensor],
+    new: int,
+    drafting: Drafting | None = None,
 ) -> Engine:
     return Engine(
         packed,
@@ -165,6 +220,7 @@ def _new_engine(
         capacity=max(1, max(map(len, prompts)) + new - 1),
         max_step_tokens=max(rows, _MAX_STEP_TOKENS),
         cache_dtype=cache_dtype,
+        drafting=drafting,
     )
 
 
@@ -194,7 +250,8 @@ def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCal
     if seeds is None and asked.do_sample:
         seeds = noise_of_rows(None, input_ids, call.config)
     noise = seeds.tolist() if isinstance(seeds, Tensor) else seeds
-    engine = _new_engine(packed, cache_dtype, len(prompts), prompts, asked.max_new_tokens)
+    new, drafting = asked.max_new_tokens, call.drafting
+    engine = _new_engine(packed, cache_dtype, len(prompts), prompts, new, drafting)
     requests = [
         asked.submit(engine, prompt, parameters_of_row({"seed": noise}, row)["seed"])
         for row, prompt in enumerate(prompts)

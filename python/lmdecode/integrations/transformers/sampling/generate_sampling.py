@@ -134,7 +134,7 @@ def sample(
         if assistant_model is None:
             assistant_model = caller.assistant_model
         if assistant_model is not None:
-            refuse_other_drafts(generation_config, caller)
+            refuse_other_drafts(generation_config, caller.assistant_tokenizer)
         tokenizer = caller.tokenizer if tokenizer is None else tokenizer
         stopping_criteria = with_stop_strings(stopping_criteria, stop_strings, tokenizer)
         noise = noise_of_rows(seed, input_ids, generation_config)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from transformers import GenerationConfig
 
-__all__ = ["Lookup", "ReadAhead", "lookup_of", "next_size"]
+__all__ = ["Lookup", "ReadAhead", "lookup_of"]
 
 _MATCHING_NGRAM = 2  # the default of transformers
 
@@ -37,11 +37,6 @@ def lookup_of(config: GenerationConfig, op: str) -> tuple[GenerationConfig, Look
     config = copy.copy(config)
     config.prompt_lookup_num_tokens = None
     return config, lookup
-
-
-def next_size(most: int, num_right: int) -> int:
-    """Return how many tokens to propose, given how many of the last ones were accepted."""
-    return min(most, 2 * (num_right + 1))
 
 
 class ReadAhead:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers import Cache
 
+from lmdecode.decoder.engine.lookup_drafts import next_size
 from lmdecode.integrations.transformers.generate_call import draft_inputs
-from lmdecode.integrations.transformers.sampling.read_ahead import Lookup, ReadAhead, next_size
+from lmdecode.integrations.transformers.sampling.read_ahead import Lookup, ReadAhead
 from lmdecode.sampling.drafts import prompt_lookup
 
 if TYPE_CHECKING:

@@ -1,0 +1,122 @@
+"""Drafts of an ``Engine``: proposed next tokens, which the model reads before they are chosen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from lmdecode.sampling.sampler_rows import RowRules
+
+__all__ = ["DraftAsk", "DraftSource", "Drafting", "Drafts"]
+
+
+class DraftAsk(NamedTuple):
+    """A text that a draft is asked for.
+
+    Attributes
+    ----------
+    row : int
+        Its row.
+    new : list of int
+        The tokens that were chosen since the last ask: first the accepted ones of the last draft.
+    room : int
+        Maximum number of tokens of the draft; 0: none is wanted.
+    """
+
+    row: int
+    new: list[int]
+    room: int
+
+
+class DraftSource(Protocol):
+    """Proposes the next tokens of texts, each of which has a row."""
+
+    def begin(
+        self, row: int, prompt: Sequence[int], rules: RowRules, ends: Collection[int]
+    ) -> None:
+        """Begin a text.
+
+        Parameters
+        ----------
+        row
+            0 to the number of rows - 1, without a text.
+        prompt
+            Its prompt.
+        rules
+            How its tokens are chosen.
+        ends
+            Tokens that end it.
+        """
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """Return a draft for each ask, which may be empty; every row is asked for at most once."""
+
+    def end(self, row: int) -> None:
+        """End a text."""
+
+
+class Drafting(Protocol):
+    """Settings of a kind of drafts."""
+
+    @property
+    def most(self) -> int:
+        """Maximum number of tokens of a draft."""
+
+    def new_source(
+        self, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
+    ) -> DraftSource:
+        """Return a source for texts of at most ``capacity`` tokens; see ``Engine``."""
+
+
+class Drafts:
+    """A source of drafts that may fail: texts then go on without drafts, after a warning.
+
+    Parameters
+    ----------
+    new_source : callable
+        Returns the source.
+
+    Attributes
+    ----------
+    num_drafted, num_accepted : int
+        Number of proposed tokens, and of those that were chosen.
+    """
+
+    def __init__(self, new_source: Callable[[], DraftSource]) -> None:
+        self._source: DraftSource | None = new_source()
+        self.num_drafted = self.num_accepted = 0
+
+    def begin(
+        self, row: int, prompt: Sequence[int], rules: RowRules, ends: Collection[int]
+    ) -> None:
+        """See ``DraftSource``."""
+        if self._source is not None:
+            try:
+                self._source.begin(row, prompt, rules, ends)
+            except Exception as error:
+                self._fail(error)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """See ``DraftSource``."""
+        if self._source is not None:
+            try:
+                drafts = self._source.propose(asks)
+            except Exception as error:
+                self._fail(error)
+            else:
+                self.num_drafted += sum(map(len, drafts))
+                return drafts
+        return [[] for _ in asks]
+
+    def end(self, row: int) -> None:
+        """See ``DraftSource``."""
+        if self._source is not None:
+            try:
+                self._source.end(row)
+            except Exception as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._source = None
+        warnings.warn(f"Texts go on without drafts: {error}", RuntimeWarning, stacklevel=2)

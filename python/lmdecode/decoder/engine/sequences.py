@@ -1,0 +1,143 @@
+"""Sequences of an ``Engine``: their prompts, and how their tokens are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Protocol
+
+from torch import Tensor
+
+from lmdecode.beam.engine.request import BeamRequest
+from lmdecode.beam.token_rules import TokenRules
+from lmdecode.decoder.engine.encoder_inputs import EncoderInput
+from lmdecode.decoder.engine.request import Request
+from lmdecode.sampling.sampler_rows import RowRules
+
+__all__ = ["DrawnSequence", "Grammar", "ReadSequence", "SearchedSequence", "WrittenSequence"]
+
+
+class Grammar(Protocol):
+    """Constrains the tokens of one request, such as a matcher of xgrammar or llguidance.
+
+    An error that it raises ends its request and becomes the request's error.
+    """
+
+    def fill_bitmask(self, bitmask: Tensor) -> None:
+        """Write the allowed next tokens to [ceil(V / 32)] int32; see ``Sampler.sample``."""
+
+    def accept_token(self, token: int) -> object:
+        """Advance by a token."""
+
+
+class ReadSequence:
+    """A sequence that reads its prompt, and has places or waits for them.
+
+    Attributes
+    ----------
+    prompt_ids : tuple of int
+        The prompt.
+    places : list of int
+        Its places of the caches; the first one reads the prompt.
+    read : int
+        Number of prompt tokens that have been read.
+    follows : tuple of (ReadSequence, int) or None
+        Another sequence that reads the same first tokens, which this one shares once they are read.
+    stops : set of int
+        Lengths at which parts of the prompt must end, for other sequences or the store.
+    keep_at : int
+        The length at which it is written to the store; 0: never.
+    """
+
+    def __init__(self, prompt_ids: tuple[int, ...]) -> None:
+        self.prompt_ids = prompt_ids
+        self.places: list[int] = []
+        self.read = 0
+        self.follows: tuple[ReadSequence, int] | None = None
+        self.stops: set[int] = set()
+        self.keep_at = 0
+
+    @property
+    def num_beams(self) -> int:
+        """Rows that it needs at most."""
+        return 1
+
+    def begin_with(self, length: int) -> None:
+        """Begin with the first tokens of the prompt, which were read elsewhere."""
+        self.read = length
+
+    def next_part(self, room: int) -> int:
+        """Return the number of prompt tokens to read next, at most ``room``."""
+        end = min(len(self.prompt_ids), self.read + room)
+        return min((stop for stop in self.stops if self.read < stop < end), default=end) - self.read
+
+
+class WrittenSequence(ReadSequence):
+    """The sequence of a request.
+
+    Attributes
+    ----------
+    request : Request
+        Its request.
+    input : EncoderInput or None
+        For an encoder-decoder model: the input that is not encoded yet.
+    """
+
+    def __init__(self, request: Request, max_new_tokens: int, end_tokens: tuple[int, ...]) -> None:
+        super().__init__(request.prompt_ids)
+        self.request, self.max_new_tokens, self.end_tokens = request, max_new_tokens, end_tokens
+        self.input: EncoderInput | None = None
+
+    def with_input(self, input: EncoderInput | None) -> WrittenSequence:
+        """Set the input; return the sequence."""
+        self.input = input
+        return self
+
+    def begin_with(self, length: int) -> None:
+        """See ``ReadSequence``."""
+        super().begin_with(length)
+        self.request._cached_tokens = length
+
+
+class DrawnSequence(WrittenSequence):
+    """A sequence that samples its tokens, or takes the largest logit.
+
+    Attributes
+    ----------
+    rules : RowRules
+        Parameters of its row of a ``Sampler``.
+    num_logprobs : int
+        -1: none.
+    last : int
+        The next token to read.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        max_new_tokens: int,
+        end_tokens: tuple[int, ...],
+        rules: RowRules,
+        num_logprobs: int,
+        grammar: Grammar | None,
+    ) -> None:
+        super().__init__(request, max_new_tokens, end_tokens)
+        self.rules, self.num_logprobs, self.grammar = rules, num_logprobs, grammar
+        self.last = -1
+        if num_logprobs >= 0:
+            request._logprobs = []
+
+
+class SearchedSequence(WrittenSequence):
+    """A sequence with a beam search: ``search`` and ``token_rules`` for ``BeamSearch``."""
+
+    def __init__(
+        self, request: Request, search: BeamRequest, token_rules: TokenRules | None = None
+    ) -> None:
+        super().__init__(request, search.max_new_tokens, tuple(search.eos_token_id))
+        self.search, self.token_rules = search, token_rules
+        self.id: Hashable = None
+
+    @property
+    def num_beams(self) -> int:
+        """Rows that it needs at most."""
+        return self.search.num_beams

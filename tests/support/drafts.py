@@ -1,0 +1,32 @@
+"""Models that draft for others, which they nearly equal."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+
+import lmdecode
+from tests.support.causal_models import random_model
+
+__all__ = ["decoding_of", "noisy"]
+
+
+@functools.cache
+def decoding_of(architecture: str, variant: str, **options: Any) -> lmdecode.Decoding:
+    """Return the packed model of one of ``CASES``; tests share it."""
+    return lmdecode.Decoding.from_pretrained(random_model(architecture, variant), **options)
+
+
+@functools.cache
+def noisy(architecture: str, variant: str, size: float = 0.1, **options: Any) -> lmdecode.Decoding:
+    """Return a model of one of ``CASES`` with other weights: those and noise of this size."""
+    model = copy.deepcopy(random_model(architecture, variant))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter += size * parameter.std() * noise if parameter.numel() > 1 else 0.0
+    return lmdecode.Decoding.from_pretrained(model, **options)
