@@ -71,6 +71,8 @@ def test_help_fits_a_screen(
         (["run", str(KJV), "a", "--stop", ""], 1, "--stop is empty; expected a text"),
         (["run", str(KJV), "a", "--seed", "9" * 30], 1, "expected 0 to 9223372036854775807"),
         (["run", str(KJV), "a", "--seed", "-1"], 1, "--seed is -1; expected 0 to"),
+        (["run", str(KJV), "a", "--draft", "/none"], 1, "there is no file or folder '/none'"),
+        (["run", str(KJV), "a", "--draft", str(G2P)], 1, "expected a decoder-only model"),
         (["run", str(G2P), "a"], 1, "is an encoder-decoder model; expected a decoder-only one"),
         (["translate", str(KJV)], 1, "is a decoder-only model; expected an encoder-decoder one"),
         (["translate", str(G2P), "--to", "de"], 1, "--to is given; expected none"),
@@ -131,6 +133,38 @@ def test_run_answers_by_the_template(model: Path, capsys: pytest.CaptureFixture[
     engine = loaded.decoding.engine(max_requests=1, capacity=200)
     tokens = engine.submit(prompt, max_new_tokens=12).result().tokens
     assert told == loaded.tokenizer.decode(tokens) + "\n"
+
+
+def test_a_draft_changes_nothing(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = []
+    of = lmdecode.Decoding.engine
+
+    def engine(self: Any, **options: Any) -> Any:
+        engines.append(of(self, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(lmdecode.Decoding, "engine", engine)
+    options = ["--max-tokens", 40, "--seed", 5, "--raw"]
+    told = run(capsys, model, "In the beginning", *options)
+    assert run(capsys, model, "In the beginning", *options, "--draft", KJV) == told
+    counts = engines[-1].stats
+    assert engines[0].stats.drafted_tokens == 0 < counts.accepted_tokens <= counts.drafted_tokens
+
+
+def test_a_draft_of_other_tokens(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(KJV, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second, *_ = [name for name, token in vocabulary.items() if token > 500]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert main(["run", str(model), "a", "--draft", str(other)]) == 1
+    assert "expected a model with the" in capsys.readouterr().err
 
 
 def test_run_goes_on_with_a_text(

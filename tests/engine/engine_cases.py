@@ -87,7 +87,8 @@ def _is_empty(model: Any) -> bool:
     places, caches = model.places, model.caches
     for place in list(places._prompts):
         places._forget(place)
-    pools = [pool.shape[3] for pool in caches._tensors[::6]]
+    # Blocks of keys and values, or slots of states.
+    pools = [pool.shape[3 if pool.dim() > 2 else 0] for pool in caches._tensors[::6]]
     return free_blocks(caches) == pools and bool((caches.lengths == 0).all())
 
 

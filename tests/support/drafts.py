@@ -6,12 +6,14 @@ import copy
 import functools
 from typing import Any
 
+import pytest
 import torch
 
 import lmdecode
+from lmdecode.decoder.causal_caches import CausalCaches
 from tests.support.causal_models import random_model
 
-__all__ = ["decoding_of", "noisy"]
+__all__ = ["counted", "decoding_of", "noisy"]
 
 
 @functools.cache
@@ -30,3 +32,17 @@ def noisy(architecture: str, variant: str, size: float = 0.1, **options: Any) ->
             noise = torch.randn(parameter.shape, generator=generator)
             parameter += size * parameter.std() * noise if parameter.numel() > 1 else 0.0
     return lmdecode.Decoding.from_pretrained(model, **options)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
+    """Count the logits of each step of a model from here on."""
+    steps: list[int] = []
+    forward = CausalCaches.forward
+
+    def count(self: CausalCaches, tokens: Any, entries: Any, num_logits: int) -> Any:
+        if self.model is model:
+            steps.append(num_logits)
+        return forward(self, tokens, entries, num_logits)
+
+    monkeypatch.setattr(CausalCaches, "forward", count)
+    return steps

@@ -14,10 +14,12 @@ from lmdecode.cli import COMMANDS
 from lmdecode.cli.answering import Answer, answer
 from lmdecode.cli.errors import CommandError, one_line
 from lmdecode.cli.options import (
+    add_draft_option,
     add_model_options,
     add_sampling_options,
     capacity_of,
     check_at_least_1,
+    drafts_of,
     load_chat_model,
     sampling_of,
 )
@@ -62,6 +64,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         "/help, in the talk, says what else there is.",
     )
     add_model_options(parser)
+    add_draft_option(parser)
     add_sampling_options(parser, _MAX_TOKENS)
     parser.add_argument("--session", default="chat", metavar="NAME", help="of the talk (chat)")
     parser.add_argument(
@@ -82,6 +85,7 @@ def _run(given: argparse.Namespace) -> int:
         capacity=capacity_of(given, model),
         system=given.system,
         stops=given.stop,
+        drafts=drafts_of(given, model),
     )
     return 0
 
@@ -118,6 +122,7 @@ def talk(
     capacity: int,
     system: str | None = None,
     stops: list[str] | None = None,
+    drafts: dict[str, Any] | None = None,
 ) -> None:
     """Talk until the end of the input.
 
@@ -139,6 +144,8 @@ def talk(
         The system message; None: that of the talk.
     stops
         Texts that end an answer.
+    drafts
+        Arguments of ``Decoding.engine``.
 
     Raises
     ------
@@ -166,7 +173,9 @@ def talk(
             print(line)
         if system is not None:
             said.set_system(system)
-        engine = model.decoding.engine(max_requests=1, capacity=capacity, store=store)
+        engine = model.decoding.engine(
+            max_requests=1, capacity=capacity, store=store, **(drafts or {})
+        )
         closing.enter_context(engine)
         kept = None if store is None or store.readonly or not is_ours else store.session(session)
         chat = _Chat(model, engine, said, dict(arguments), capacity, stops or [], kept)

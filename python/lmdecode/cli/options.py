@@ -17,11 +17,13 @@ from lmdecode.serving.text_model import TextModel, is_causal
 
 __all__ = [
     "MODEL_HELP",
+    "add_draft_option",
     "add_model_options",
     "add_sampling_options",
     "be_quiet",
     "capacity_of",
     "check_at_least_1",
+    "drafts_of",
     "load_chat_model",
     "load_model",
     "sampling_of",
@@ -52,6 +54,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, metavar="N", help="the most tokens of a text")
     add("--threads", type=int, metavar="N", help="of the computation")
     add("--chat-template", metavar="FILE", help="instead of the model's")
+
+
+def add_draft_option(parser: argparse.ArgumentParser) -> None:
+    """Add the model that drafts."""
+    parser.add_argument("--draft", metavar="MODEL", help="smaller: drafts what the model verifies")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -120,6 +127,26 @@ def load_chat_model(given: argparse.Namespace) -> TextModel:
             "lmdecode translate"
         )
     return model
+
+
+def drafts_of(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:
+    """Return the arguments of ``Decoding.engine`` of a model that drafts for another; or none."""
+    if given.draft is None:
+        return {}
+    if not is_causal(model.decoding):
+        raise CommandError("--draft is given; expected a decoder-only model with it")
+    with busy(f"Loading {given.draft}"):
+        draft = TextModel.load(given.draft, cache_dtype=given.cache_dtype)
+    if not is_causal(draft.decoding):
+        raise CommandError(f"--draft is {given.draft}; expected a decoder-only model")
+    vocabularies = [each.tokenizer.inner.get_vocab() for each in (draft, model)]
+    sizes = [each.decoding.config.vocab_size for each in (draft, model)]
+    if vocabularies[0] != vocabularies[1] or sizes[0] != sizes[1]:
+        raise CommandError(
+            f"--draft is {given.draft}, with {sizes[0]} tokens; expected a model with the "
+            f"{sizes[1]} tokens of {given.model}"
+        )
+    return {"assistant_model": draft.decoding}
 
 
 def capacity_of(given: argparse.Namespace, model: TextModel) -> int:

@@ -12,10 +12,12 @@ from lmdecode.cli import COMMANDS
 from lmdecode.cli.answering import answer
 from lmdecode.cli.errors import CommandError
 from lmdecode.cli.options import (
+    add_draft_option,
     add_model_options,
     add_sampling_options,
     capacity_of,
     check_at_least_1,
+    drafts_of,
     load_chat_model,
     sampling_of,
 )
@@ -37,6 +39,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         "prompt, or with -, it is read from the standard input.",
     )
     add_model_options(parser)
+    add_draft_option(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text; -: standard input")
     add_sampling_options(parser, _MAX_TOKENS)
     parser.add_argument("--json-schema", metavar="JSON", help="of the answer; or a file with it")
@@ -101,7 +104,8 @@ def _run(given: argparse.Namespace) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    with model.decoding.engine(max_requests=1, capacity=len(ids) + count) as engine:
+    drafts = drafts_of(given, model)
+    with model.decoding.engine(max_requests=1, capacity=len(ids) + count, **drafts) as engine:
         found = answer(engine, model, ids, arguments, write, stops=given.stop)
     if not found.text.endswith("\n"):
         print()

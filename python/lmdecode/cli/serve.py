@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lmdecode._checks import install_hint
 from lmdecode.cli import COMMANDS
 from lmdecode.cli.errors import CommandError
-from lmdecode.cli.options import add_model_options, check_at_least_1
+from lmdecode.cli.options import add_draft_option, add_model_options, check_at_least_1
 
 if TYPE_CHECKING:
     from lmdecode.serving.app import Application
@@ -37,6 +37,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         description="Serve a model: OpenAI's API at /v1, a page to chat at /, metrics at /metrics.",
     )
     add_model_options(parser)
+    add_draft_option(parser)
     add = parser.add_argument
     add("--speech", metavar="MODEL", help="a Whisper model beside it, for /v1/audio")
     add("--host", default="127.0.0.1", help="address (default 127.0.0.1: this machine alone)")
@@ -113,7 +114,7 @@ def _load(given: argparse.Namespace, app: Application, closing: contextlib.ExitS
 
 
 def _load_text(given: argparse.Namespace, app: Application, closing: contextlib.ExitStack) -> None:
-    from lmdecode.cli.options import capacity_of, load_model
+    from lmdecode.cli.options import capacity_of, drafts_of, load_model
     from lmdecode.serving.service import Service
     from lmdecode.serving.text_model import is_causal
 
@@ -138,7 +139,9 @@ def _load_text(given: argparse.Namespace, app: Application, closing: contextlib.
                 durability="relaxed",
             )
         )
-    engine = model.decoding.engine(max_requests=given.max_requests, capacity=capacity, store=store)
+    engine = model.decoding.engine(
+        max_requests=given.max_requests, capacity=capacity, store=store, **drafts_of(given, model)
+    )
     engine.start()
     closing.callback(engine.stop)
     app.service = Service(model, engine, app.name, given.max_waiting, store, app.tally)

@@ -336,5 +336,7 @@ class Service:
                 stats.cached_tokens,
             ),
             ("generated_tokens_total", "counter", "Generated tokens.", stats.new_tokens),
+            ("drafted_tokens_total", "counter", "Tokens of drafts.", stats.drafted_tokens),
+            ("accepted_tokens_total", "counter", "Accepted ones of these.", stats.accepted_tokens),
         ]
         return self.tally.metrics.text(gauges)

@@ -1,0 +1,173 @@
+"""Decoding.generate(assistant_model=...): the text, and the bits, of calls without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TopKLogitsWarper
+from transformers.generation.streamers import BaseStreamer
+
+import lmdecode
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from tests.support.causal_models import CASES, PAD, VOCAB, random_model, random_tokens
+from tests.support.drafts import counted, decoding_of, noisy
+from tests.support.word_tokenizer import word_tokenizer
+
+LLAMA = ("llama", "plain")
+FEW = [LLAMA, ("gemma3_text", "plain"), ("lfm2", "convolutions at the ends")]
+SURE: dict[str, Any] = {"assistant_confidence_threshold": 0.0}
+
+
+def inputs(rows: int = 1) -> dict[str, torch.Tensor]:
+    """Prompts, padded on the left."""
+    ids = torch.full((rows, 24), PAD)
+    for row, text in enumerate(ids):
+        text[5 * row :] = random_tokens(24 - 5 * row, row)
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+
+
+class Odd:
+    """A processor of a user, which bans some tokens."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        banned = (torch.arange(scores.shape[1]) + input_ids.shape[1]) % 3 == 0
+        return scores.masked_fill(banned, -torch.inf)
+
+
+class Collected(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.has_ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+@pytest.mark.parametrize(("architecture", "variant"), CASES)
+def test_greedy_text_and_logits_are_the_same(architecture: str, variant: str) -> None:
+    decoding, draft = decoding_of(architecture, variant), noisy(architecture, variant)
+    options: dict[str, Any] = {
+        "max_new_tokens": 30, "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    expected = decoding.generate(**inputs(2), **options)
+    got = decoding.generate(**inputs(2), **options, **SURE, assistant_model=draft)
+    assert got.sequences.equal(expected.sequences)
+    for ours, theirs in zip(got.logits, expected.logits, strict=True):
+        assert ours.equal(theirs)
+    text = decoding.generate(**inputs(2), max_new_tokens=30, assistant_model=draft)  # by an engine
+    assert text.equal(expected.sequences)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "penalties", "stop", "processor", "streamer"])
+@pytest.mark.parametrize(("architecture", "variant"), FEW)
+def test_every_way_to_choose(
+    architecture: str, variant: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding, draft = decoding_of(architecture, variant), noisy(architecture, variant)
+    rows = 1 if kind == "streamer" else 3
+    options: dict[str, Any] = {"max_new_tokens": 40, **inputs(rows)}
+    if kind != "greedy":
+        options |= {"do_sample": True, "top_k": 9, "temperature": 0.6, "seed": 5}
+    if kind == "penalties":
+        options |= {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 9}
+    elif kind == "stop":
+        expected = decoding.generate(**options)
+        tokenizer = word_tokenizer(VOCAB)
+        options |= {"tokenizer": tokenizer, "stop_strings": tokenizer.decode(expected[0, 40])}
+    elif kind == "processor":
+        options["logits_processor"] = LogitsProcessorList([Odd(), TopKLogitsWarper(50)])  # type: ignore[list-item]
+    streams = [Collected(), Collected()]
+    if kind == "streamer":
+        options["streamer"] = streams[0]
+    expected = decoding.generate(**options)
+    if kind == "streamer":
+        options["streamer"] = streams[1]
+    steps = counted(monkeypatch, decoding.decoder)
+    got = decoding.generate(**options, assistant_model=draft, **SURE)
+    assert got.equal(expected)
+    assert max(steps[1:]) > 1 and (rows > 1 or len(steps) < 40)
+    assert streams[0].tokens == streams[1].tokens
+    assert streams[1].has_ended == (kind == "streamer")
+
+
+def test_drafts_take_the_noise_of_the_text() -> None:
+    """The model itself, as its own assistant, is right in every draw."""
+    decoding = decoding_of(*LLAMA)
+    options: dict[str, Any] = {
+        "do_sample": True, "temperature": 1.3, "max_new_tokens": 41, "seed": 3,
+        "repetition_penalty": 1.1,
+    }  # fmt: skip
+    expected = decoding.generate(**inputs(), **options)
+    small = lmdecode.Decoding.from_pretrained(random_model(*LLAMA))  # the same weights
+    for more in ({}, {"streamer": Collected()}):
+        with pytest.MonkeyPatch.context() as patch:
+            steps = counted(patch, decoding.decoder)
+            got = decoding.generate(**inputs(), **options, **SURE, **more, assistant_model=small)
+        assert got.equal(expected)
+        assert steps.count(6) == 6  # 36 of the tokens; the first one is the prompt's
+
+
+def test_defaults_are_those_of_the_assistant() -> None:
+    decoding, draft = decoding_of(*LLAMA), noisy(*LLAMA)
+    assert draft.model is not decoding.model
+    draft.model.generation_config.num_assistant_tokens = 0
+    try:
+        with pytest.raises(ValueError, match="num_assistant_tokens is 0; expected 1 to 1024"):
+            decoding.generate(**inputs(), max_new_tokens=3, assistant_model=draft)
+        got = decoding.generate(
+            **inputs(), max_new_tokens=3, assistant_model=draft, num_assistant_tokens=2
+        )
+    finally:
+        draft.model.generation_config.num_assistant_tokens = None
+    assert got.equal(decoding.generate(**inputs(), max_new_tokens=3))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_other_formats(dtype: str) -> None:
+    decoding = lmdecode.Decoding.from_pretrained(random_model(*LLAMA), dtype, cache_dtype="int8")
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "top_k": 5, "seed": 1}
+    expected = decoding.generate(**inputs(2), **options)
+    got = decoding.generate(**inputs(2), **options, assistant_model=decoding_of(*LLAMA), **SURE)
+    assert got.equal(expected)
+
+
+def test_a_padding_token_outside_the_vocabulary() -> None:
+    decoding = decoding_of(*LLAMA)
+    text = decoding.generate(**inputs(2), max_new_tokens=20)
+    options: dict[str, Any] = {
+        "max_new_tokens": 20, "eos_token_id": int(text[0, 30]), "pad_token_id": PAD,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+    expected = decoding.generate(**inputs(2), **options).sequences
+    got = decoding.generate(**inputs(2), **options, assistant_model=noisy(*LLAMA), **SURE)
+    assert got.sequences.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_beams": 2}, "^assistant_model: expected None with beams"),
+        ({"prompt_lookup_num_tokens": 2}, "^prompt_lookup_num_tokens: expected None, an assist"),
+        ({"assistant_tokenizer": "x"}, "^assistant_tokenizer: expected None"),
+        ({"assistant_ensemble_weight": 0.5}, "^assistant_ensemble_weight: expected None"),
+        ({"num_assistant_tokens_schedule": "heuristic"}, "_schedule is 'heuristic'; expected"),
+        ({"num_assistant_tokens": -1}, "num_assistant_tokens is -1"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoding_of(*LLAMA).generate(
+            **inputs(), max_new_tokens=4, assistant_model=noisy(*LLAMA), **arguments
+        )
+
+
+def test_the_packed_model_is_no_assistant() -> None:
+    packed = decoding_of(*LLAMA).decoder
+    assert isinstance(packed, PackedCausalModel)
+    with pytest.raises(TypeError, match="assistant_model is of type PackedCausalModel; expected"):
+        decoding_of(*LLAMA).generate(**inputs(), max_new_tokens=4, assistant_model=packed)

@@ -1,0 +1,342 @@
+"""``Engine`` with drafts: texts and results of an engine without them, and nothing kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import lmdecode
+from lmdecode.decoder.engine.assistant_drafts import AssistantDrafts
+from lmdecode.decoder.engine.lookup_drafts import LookupDrafts
+from tests.engine.engine_cases import (
+    CAPACITY,
+    OddTokens,
+    alone,
+    is_whole,
+    options_of,
+    outcome,
+    prompt_of,
+)
+from tests.support.causal_models import POSITIONS, random_tokens
+from tests.support.drafts import decoding_of, noisy
+
+LLAMA = ("llama", "plain")
+CASES = [
+    LLAMA, ("gemma3_text", "plain"), ("lfm2", "convolutions at the ends"),
+    ("qwen3_5_text", "delta rule last, biases"),
+]  # fmt: skip
+SURE: dict[str, Any] = {"assistant_confidence_threshold": 0.0}
+LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": ()}
+
+
+def drafts_of(engine: lmdecode.Engine) -> AssistantDrafts:
+    drafts: Any = engine._model
+    found = drafts._drafts._source
+    assert isinstance(found, AssistantDrafts)
+    return found
+
+
+def finish(engine: lmdecode.Engine) -> None:
+    while engine.step():
+        pass
+
+
+def is_empty(drafts: AssistantDrafts) -> bool:
+    """Whether nothing of any text is kept."""
+    return (
+        not drafts._texts
+        and not drafts._sampled
+        and not drafts._reader.sequences
+        and drafts._sampler.count == 0
+        and drafts._places.num_free == drafts._caches.sequences
+    )
+
+
+def draw(decoding: lmdecode.Decoding, **drafts: Any) -> tuple[list[Any], lmdecode.Engine]:
+    """Return the results of requests of every kind that arrive at any time, and the engine."""
+    rng = random.Random(4)
+    shared = [[rng.randrange(3, 90) for _ in range(50)]]
+    engine = decoding.engine(max_requests=4, capacity=CAPACITY, max_step_tokens=24, **drafts)
+    requests = []
+    for number in range(30):
+        options = options_of(rng)
+        requests.append(engine.submit(prompt_of(rng, shared), **options))
+        if number % 9 == 5:
+            requests[-1].cancel()
+        for _ in range(rng.randrange(3)):
+            engine.step()
+    finish(engine)
+    return [None if r._is_cancelled else outcome(r.result()) for r in requests], engine
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_requests_of_every_kind_in_any_company(case: tuple[str, str]) -> None:
+    decoding = decoding_of(*case)
+    expected, _ = draw(decoding)
+    for drafts in (
+        {"assistant_model": noisy(*case), "num_assistant_tokens": 4, **SURE},
+        {"assistant_model": noisy(*case), "assistant_confidence_threshold": 0.2},
+        {"assistant_model": noisy(*LLAMA), **SURE},
+        {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1},
+    ):
+        got, engine = draw(decoding, **drafts)
+        assert got == expected
+        assert is_whole(engine)
+        if "assistant_model" in drafts:
+            assert is_empty(drafts_of(engine))
+
+
+@pytest.mark.parametrize("assistant", CASES[2:], ids=lambda case: case[0])
+def test_assistants_of_another_kind(assistant: tuple[str, str]) -> None:
+    decoding = decoding_of(*LLAMA)
+    got, engine = draw(decoding, assistant_model=noisy(*assistant), **SURE)
+    assert got == draw(decoding)[0] and is_empty(drafts_of(engine))
+
+
+def test_the_model_itself_is_always_right() -> None:
+    decoding = decoding_of(*LLAMA)
+    engine = decoding.engine(
+        max_requests=3, capacity=CAPACITY, assistant_model=decoding, num_assistant_tokens=3, **SURE
+    )
+    requests = [engine.submit(random_tokens(9, n).tolist(), seed=n, **LONG) for n in range(3)]
+    finish(engine)
+    stats = engine.stats
+    assert stats.drafted_tokens == stats.accepted_tokens == 3 * 29
+    assert stats.new_tokens == 3 * 40
+    assert stats.steps == 1 + 10  # a prompt's step, then 4 tokens a step but for the last ones
+    for n, request in enumerate(requests):
+        assert request.result().tokens == alone(decoding, list(request.prompt_ids), seed=n,
+                                                **LONG).tokens  # fmt: skip
+
+
+def test_grammars_and_log_probabilities() -> None:
+    decoding, draft = decoding_of(*LLAMA), noisy(*LLAMA)
+    prompts = [random_tokens(12, n).tolist() for n in range(4)]
+    options: list[dict[str, Any]] = [{"logprobs": 2}, {}, {"seed": 3, "logprobs": 0}, {}]
+
+    def results(**drafts: Any) -> tuple[list[Any], int]:
+        engine = decoding.engine(max_requests=4, capacity=CAPACITY, **drafts)
+        requests = [
+            engine.submit(p, grammar=OddTokens() if n % 2 else None, **o, **LONG)
+            for n, (p, o) in enumerate(zip(prompts, options, strict=True))
+        ]
+        finish(engine)
+        return [outcome(request.result()) for request in requests], engine.stats.accepted_tokens
+
+    got, accepted = results(assistant_model=draft, **SURE)
+    assert got == results()[0] and accepted > 20
+
+
+@pytest.mark.parametrize("breaks", ["ends_after", "breaks_after"])
+def test_a_grammar_that_fails_within_a_draft(breaks: str) -> None:
+    decoding = decoding_of(*LLAMA)
+    prompt = random_tokens(12, 1).tolist()
+    for drafts in ({}, {"assistant_model": decoding, **SURE}):
+        engine = decoding.engine(max_requests=2, capacity=CAPACITY, **drafts)
+        other = engine.submit(prompt, **LONG)
+        request = engine.submit(prompt, grammar=OddTokens(**{breaks: 7}), **LONG)
+        finish(engine)
+        assert request.finish_reason == "error" and len(request._tokens) == 7
+        assert other.result().tokens == alone(decoding, prompt, **LONG).tokens
+
+
+def test_nan_within_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, prompt = decoding_of(*LLAMA), random_tokens(12, 1).tolist()
+    expected = alone(decoding, prompt, **LONG).tokens
+    engine = decoding.engine(max_requests=2, capacity=CAPACITY, assistant_model=decoding, **SURE)
+    steps: Any = engine._model
+    forward, seen = steps.caches.forward, []
+
+    def spoilt(*arguments: Any) -> Any:
+        logits = forward(*arguments)
+        seen.append(len(logits))
+        if len(seen) == 3:
+            logits[3] = float("nan")  # of six: after the third token of the draft
+        return logits
+
+    monkeypatch.setattr(steps.caches, "forward", spoilt)
+    request = engine.submit(prompt, **LONG)
+    finish(engine)
+    assert seen[:3] == [1, 6, 6] and request.finish_reason == "error"
+    assert request._tokens == expected[: 1 + 6 + 3]
+    with pytest.raises(RuntimeError, match="NaN in its logits"):
+        request.result()
+    assert is_empty(drafts_of(engine)) and is_whole(engine)
+
+
+def test_cancelled_and_streamed() -> None:
+    decoding = decoding_of(*LLAMA)
+    engine = decoding.engine(max_requests=2, capacity=CAPACITY, assistant_model=decoding, **SURE)
+    prompt = random_tokens(12, 1).tolist()
+    expected = alone(decoding, prompt, **LONG).tokens
+    request, got = engine.submit(prompt, **LONG), list[int]()
+    for token in request:
+        assert isinstance(token, int)
+        got.append(token)
+        if len(got) == 10:
+            request.cancel()
+    assert got == expected[: len(got)] and 10 <= len(got) < 40
+    finish(engine)
+    assert is_empty(drafts_of(engine)) and is_whole(engine)
+    assert engine.submit(prompt, **LONG).result().tokens == expected
+
+
+def test_an_end_token_within_a_draft() -> None:
+    decoding, prompt = decoding_of(*LLAMA), random_tokens(12, 1).tolist()
+    tokens = alone(decoding, prompt, **LONG).tokens
+    options = {**LONG, "eos_token_id": [tokens[8]]}
+    expected = alone(decoding, prompt, **options)
+    engine = decoding.engine(max_requests=2, capacity=CAPACITY, prompt_lookup_num_tokens=9)
+    assert engine.submit(prompt, **options).result() == expected
+    engine = decoding.engine(max_requests=2, capacity=CAPACITY, assistant_model=decoding, **SURE)
+    assert engine.submit(prompt, **options).result() == expected
+    assert expected.finish_reason == "stop" and len(expected.tokens) <= 9
+
+
+def test_all_of_the_capacity() -> None:
+    decoding, draft = decoding_of(*LLAMA), noisy(*LLAMA)
+    prompt = random_tokens(30, 2).tolist()
+    new = POSITIONS - 29
+    expected = decoding.engine(max_requests=1, capacity=POSITIONS).submit(
+        prompt, max_new_tokens=new, eos_token_id=()
+    )
+    for drafts in ({"assistant_model": draft, **SURE}, {"prompt_lookup_num_tokens": 9}):
+        engine = decoding.engine(max_requests=1, capacity=POSITIONS, **drafts)
+        got = engine.submit(prompt, max_new_tokens=new, eos_token_id=())
+        assert got.result() == expected.result() and len(got.result().tokens) == new
+
+
+def test_an_assistant_with_fewer_positions() -> None:
+    decoding, draft = decoding_of(*LLAMA), noisy(*LLAMA)
+    engine = decoding.engine(max_requests=2, capacity=90, assistant_model=draft, **SURE)
+    drafts_of(engine)._capacity = 50
+    prompts = [random_tokens(n, n).tolist() for n in (20, 60)]
+    requests = [engine.submit(prompt, max_new_tokens=30, eos_token_id=()) for prompt in prompts]
+    finish(engine)
+    for prompt, request in zip(prompts, requests, strict=True):
+        expected = alone(decoding, prompt, max_new_tokens=30, eos_token_id=())
+        assert request.result() == expected
+
+
+def test_heuristic_schedule() -> None:
+    decoding = decoding_of(*LLAMA)
+    engine = decoding.engine(
+        max_requests=1, capacity=CAPACITY, assistant_model=decoding, num_assistant_tokens=2,
+        num_assistant_tokens_schedule="heuristic_transient", **SURE,
+    )  # fmt: skip
+    prompt = random_tokens(9).tolist()
+    got = engine.submit(prompt, **LONG).result()
+    assert got == alone(decoding, prompt, **LONG)
+    assert engine.stats.steps == 1 + 6  # 3 + 5 + 7 + 9 + 9 + 6 tokens
+
+
+def test_an_unsure_assistant_drafts_less() -> None:
+    decoding, draft = decoding_of(*LLAMA), noisy(*LLAMA)
+    counts = []
+    for threshold in (0.0, 0.3, 1.0):
+        engine = decoding.engine(
+            max_requests=1, capacity=CAPACITY, assistant_model=draft,
+            assistant_confidence_threshold=threshold,
+        )  # fmt: skip
+        engine.submit(random_tokens(9).tolist(), **LONG).result()
+        counts.append(engine.stats.drafted_tokens / engine.stats.steps)
+    assert counts[0] > counts[1] > counts[2] and counts[2] <= 1
+
+
+@pytest.mark.parametrize("kind", [AssistantDrafts, LookupDrafts])
+@pytest.mark.parametrize("method", ["begin", "propose", "end"])
+def test_drafts_that_fail(kind: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = decoding_of(*LLAMA)
+    prompts = [random_tokens(12, n).tolist() for n in range(3)]
+    expected = [alone(decoding, prompt, seed=1, **LONG) for prompt in prompts]
+    of = {"assistant_model": decoding, **SURE}
+    if kind is LookupDrafts:
+        of = {"prompt_lookup_num_tokens": 3}
+    engine = decoding.engine(max_requests=2, capacity=CAPACITY, **of)
+    works = getattr(kind, method)
+    calls = []
+
+    def fails(*arguments: Any) -> Any:
+        calls.append(method)
+        if len(calls) > 2 or (method == "begin" and len(calls) > 1):
+            raise MemoryError("no room for drafts")
+        return works(*arguments)
+
+    monkeypatch.setattr(kind, method, fails)
+    with pytest.warns(RuntimeWarning, match="go on without drafts: no room for drafts"):
+        requests = [engine.submit(prompt, seed=1, **LONG) for prompt in prompts]
+        finish(engine)
+    assert [request.result() for request in requests] == expected and is_whole(engine)
+
+
+def test_prompts_that_begin_alike_are_read_once() -> None:
+    decoding = decoding_of(*LLAMA)
+    engine = decoding.engine(
+        max_requests=4, capacity=CAPACITY, max_step_tokens=16, assistant_model=noisy(*LLAMA)
+    )
+    begin = random_tokens(64).tolist()
+    for n in range(6):
+        engine.submit([*begin, n + 3], max_new_tokens=30, eos_token_id=())
+    finish(engine)
+    reader = drafts_of(engine)._reader
+    assert reader.prompt_tokens == 64 + 6 and reader.cached_tokens == 5 * 64
+    assert is_empty(drafts_of(engine))
+
+
+def test_a_step_that_fails() -> None:
+    decoding, prompt = decoding_of(*LLAMA), random_tokens(12, 1).tolist()
+    engine = decoding.engine(max_requests=2, capacity=CAPACITY, assistant_model=decoding, **SURE)
+    steps: Any = engine._model
+    forward = steps.caches.forward
+    requests = [engine.submit(prompt, **LONG) for _ in range(2)]
+    for _ in range(3):
+        engine.step()
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    steps.caches.forward = fails
+    with pytest.raises(MemoryError):
+        engine.step()
+    steps.caches.forward = forward
+    assert all(request.finish_reason == "error" for request in requests)
+    assert is_empty(drafts_of(engine)) and is_whole(engine)
+    assert engine.submit(prompt, **LONG).result() == alone(decoding, prompt, **LONG)
+
+
+def test_bad_input() -> None:
+    decoding = decoding_of(*LLAMA)
+    other: Any = lmdecode.Decoding.__new__(lmdecode.Decoding)
+    config = dataclasses.replace(decoding.decoder.config, vocab_size=50)  # type: ignore[type-var]
+    other.decoder = object.__new__(type(decoding.decoder))
+    other.decoder.config = config
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"assistant_model": "x"}, TypeError, "assistant_model is of type str; expected a lmdeco"),
+        ({"assistant_model": torch.nn.Linear(2, 2)}, TypeError, "assistant_model is of type Line"),
+        ({"assistant_model": other}, ValueError, "a vocabulary of 50 tokens; expected 101"),
+        ({"assistant_model": decoding, "num_assistant_tokens": 0}, ValueError, "s is 0; expec"),
+        ({"assistant_model": decoding, "num_assistant_tokens": 1.0}, TypeError, "type float"),
+        (
+            {"assistant_model": decoding, "assistant_confidence_threshold": 1.5},
+            ValueError,
+            "assistant_confidence_threshold is 1.5; expected 0 to 1",
+        ),
+        (
+            {"assistant_model": decoding, "num_assistant_tokens_schedule": "heuristic"},
+            ValueError,
+            "num_assistant_tokens_schedule is 'heuristic'",
+        ),
+        (
+            {"assistant_model": decoding, "prompt_lookup_num_tokens": 3},
+            ValueError,
+            "prompt_lookup_num_tokens is 3; expected None with an assistant_model",
+        ),
+        ({"prompt_lookup_num_tokens": 0}, ValueError, "prompt_lookup_num_tokens is 0"),
+    ]
+    for arguments, error, message in wrong:
+        with pytest.raises(error, match=f"^Decoding.engine: .*{message}"):
+            decoding.engine(max_requests=1, capacity=9, **arguments)
