@@ -113,6 +113,26 @@ def test_the_model_itself_is_always_right() -> None:
                                                 **LONG).tokens  # fmt: skip
 
 
+def test_many_texts_at_once_have_no_drafts() -> None:
+    decoding = decoding_of(*LLAMA)
+    engine = decoding.engine(
+        max_requests=9, capacity=CAPACITY, assistant_model=noisy(*LLAMA), **SURE
+    )
+    lengths = [20] * 6 + [60, 70, 80]
+    requests = [
+        engine.submit(random_tokens(9, n).tolist(), max_new_tokens=length, eos_token_id=())
+        for n, length in enumerate(lengths)
+    ]
+    for _ in range(19):
+        engine.step()
+    assert engine.stats.drafted_tokens == 0 and engine.stats.new_tokens == 9 * 19
+    finish(engine)
+    assert engine.stats.accepted_tokens > 10
+    for request, length in zip(requests, lengths, strict=True):
+        options = {"max_new_tokens": length, "eos_token_id": ()}
+        assert request.result() == alone(decoding, list(request.prompt_ids), **options)
+
+
 def test_grammars_and_log_probabilities() -> None:
     decoding, draft = decoding_of(*LLAMA), noisy(*LLAMA)
     prompts = [random_tokens(12, n).tolist() for n in range(4)]

@@ -144,8 +144,9 @@ class Batches:
             be read.
         assistant_model : Decoding, optional
             A smaller decoder-only model with the same vocabulary, for a decoder-only model. It
-            drafts tokens, which a step reads at once. Texts are bitwise the same as without. Its
-            keys and values take memory for as many requests.
+            drafts tokens, which a step reads at once. Texts are bitwise the same as without. More
+            than 8 texts at once have no drafts. Its keys and values take memory for as many
+            requests.
         num_assistant_tokens : int, optional
             Number of tokens of a draft, 1 to 1024; 5 by default.
         assistant_confidence_threshold : float, optional

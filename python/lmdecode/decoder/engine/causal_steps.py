@@ -32,16 +32,23 @@ class CausalSteps:
         Store that prompts are loaded from and written to.
     drafts : Drafts or None
         Drafts of sampled sequences.
+    most_rows : int
+        Maximum number of tokens of sampled sequences in a step with drafts.
     """
 
     def __init__(
-        self, caches: CausalCaches, max_step_tokens: int, store: Any, drafts: Drafts | None = None
+        self,
+        caches: CausalCaches,
+        max_step_tokens: int,
+        store: Any,
+        drafts: Drafts | None = None,
+        most_rows: int = 0,
     ) -> None:
         self.caches, self._max_step_tokens = caches, max_step_tokens
         self.places = Places(caches)
         self._stored = None if store is None else StoredPrompts(store, caches)
         self._reader: PromptReader[WrittenSequence] = PromptReader(self.places, self._stored)
-        self._drafts = drafts
+        self._drafts, self._most_rows = drafts, most_rows
         self._told: dict[DrawnSequence, int] = {}  # number of tokens that the drafts know of
         self._ahead: list[DrawnSequence] = []  # those that read drafts in the last step
         # The entries of the last step, reused if there are no prompts and the rows are the same.
@@ -117,7 +124,7 @@ class CausalSteps:
             return []
         if self._reader.sequences:
             room //= 2
-        each = room // len(running)
+        each = min(room, self._most_rows - len(running)) // len(running)
         asks = []
         for sequence in running:
             place, tokens = sequence.places[0], sequence.request._tokens

@@ -63,6 +63,10 @@ class Drafting(Protocol):
     def most(self) -> int:
         """Maximum number of tokens of a draft."""
 
+    @property
+    def most_rows(self) -> int:
+        """Maximum number of tokens that a step of an engine reads of texts, drafts included."""
+
     def new_source(
         self, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
     ) -> DraftSource:
@@ -76,16 +80,10 @@ class Drafts:
     ----------
     new_source : callable
         Returns the source.
-
-    Attributes
-    ----------
-    num_drafted, num_accepted : int
-        Number of proposed tokens, and of those that were chosen.
     """
 
     def __init__(self, new_source: Callable[[], DraftSource]) -> None:
         self._source: DraftSource | None = new_source()
-        self.num_drafted = self.num_accepted = 0
 
     def begin(
         self, row: int, prompt: Sequence[int], rules: RowRules, ends: Collection[int]
@@ -101,12 +99,9 @@ class Drafts:
         """See ``DraftSource``."""
         if self._source is not None:
             try:
-                drafts = self._source.propose(asks)
+                return self._source.propose(asks)
             except Exception as error:
                 self._fail(error)
-            else:
-                self.num_drafted += sum(map(len, drafts))
-                return drafts
         return [[] for _ in asks]
 
     def end(self, row: int) -> None:

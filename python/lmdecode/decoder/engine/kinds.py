@@ -83,8 +83,9 @@ def causal_parts(
         rollback=0 if drafting is None else drafting.most,
         checkpoint_interval=CHECKPOINT_INTERVAL,
     )
-    drafts = None
+    drafts, most_rows = None, 0
     if drafting is not None:
+        most_rows = drafting.most_rows
         source = partial(
             drafting.new_source,
             rows=max_requests,
@@ -95,7 +96,7 @@ def causal_parts(
         drafts = Drafts(source)
     most_beams = max_requests, "max_requests"
     submission = Submission(model.config.vocab_size, capacity, most_beams, dialect, eos_token_id)
-    steps = CausalSteps(caches, max_step_tokens, store, drafts)
+    steps = CausalSteps(caches, max_step_tokens, store, drafts, most_rows)
     return EngineParts(steps, submission, max_requests)
 
 

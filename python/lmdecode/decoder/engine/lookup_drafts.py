@@ -37,6 +37,11 @@ class PromptLookup:
         """See ``Drafting``."""
         return self.num_tokens
 
+    @property
+    def most_rows(self) -> int:
+        """See ``Drafting``; nothing is known of what a draft would cost."""
+        return 1 << 30
+
     def new_source(
         self, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
     ) -> LookupDrafts:
