@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +147,27 @@ def test_a_padding_token_outside_the_vocabulary() -> None:
     expected = decoding.generate(**inputs(2), **options).sequences
     got = decoding.generate(**inputs(2), **options, assistant_model=noisy(*LLAMA), **SURE)
     assert got.sequences.equal(expected)
+
+
+@pytest.mark.parametrize(("architecture", "variant"), FEW[:2])
+def test_with_a_store(architecture: str, variant: str, tmp_path: Path) -> None:
+    store_of = pytest.importorskip("lmdecode.store")
+    decoding, draft = decoding_of(architecture, variant), noisy(architecture, variant)
+    ids, options = random_tokens(60)[None], {"max_new_tokens": 40, **SURE}
+    expected = decoding.generate(ids, max_new_tokens=40)
+    with store_of.KVStore(
+        tmp_path, fingerprint=decoding.fingerprint(), capacity_bytes=1 << 26
+    ) as store:
+        for _ in range(2):  # the second time, the prompt is loaded
+            of_session = {"store": store, "session": "a", "rewind": True}
+            got = decoding.generate(ids, **options, **of_session, assistant_model=draft)
+            assert got.equal(expected)
+        engine = decoding.engine(
+            max_requests=1, capacity=120, store=store, assistant_model=draft, **SURE
+        )
+        tokens = engine.submit(ids[0], max_new_tokens=40).result().tokens
+        assert tokens == expected[0, 60:].tolist()
+        assert engine.stats.cached_tokens > 0 < engine.stats.accepted_tokens
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,13 @@ def test_the_engine(
         decoding.engine(**{"max_requests": 4, "capacity": 64, "source": 16, **options})
 
 
+def test_drafts(decoding: lmdecode.Decoding) -> None:
+    for options in ({"assistant_model": decoding}, {"prompt_lookup_num_tokens": 2}):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"{name} is given; expected None for an encoder-d"):
+            decoding.engine(max_requests=2, capacity=40, source=16, **options)  # type: ignore[arg-type]
+
+
 def test_features() -> None:
     engine = pair("whisper")[1].engine(max_requests=2, capacity=40)
     for value, message in (

@@ -79,6 +79,10 @@ def call_generate(
         raise ValueError(
             "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
         )
+    assistant_model = None
+    if isinstance(decoding.decoder, PackedCausalModel):
+        # transformers would take it for a model of its own.
+        assistant_model = arguments.pop("assistant_model", None)
     stored: Any = None
     if store is not None or session is not None:
         from lmdecode.integrations.transformers.decoding.causal_store import (
@@ -99,8 +103,6 @@ def call_generate(
         _check_decoder_arguments(arguments)
     arguments = _without_cache(arguments)
     if isinstance(packed, PackedCausalModel):
-        # transformers would take it for a model of its own.
-        assistant_model = arguments.pop("assistant_model", None)
         if getattr(model, "_is_stateful", False):  # with drafts transformers refuses such models
             model = copy.copy(model)
             model._is_stateful = False
