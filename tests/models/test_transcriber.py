@@ -130,6 +130,34 @@ def test_words_are_where_they_are_spoken(name: str) -> None:
         at = end + PAUSE / RATE
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", WHISPER_NAMES)
+def test_long_pauses(name: str, batched: bool) -> None:
+    """With a detector each sentence has its own times, however long the silence before it is."""
+    pytest.importorskip("silero_vad")
+    _, transcriber = both(name)
+    generator = torch.Generator().manual_seed(0)
+    parts: list[Tensor] = []
+    spoken: list[tuple[float, float]] = []
+    for number, sound in enumerate(sounds(4)):
+        seconds = 8 + 7 * (number % 3)
+        parts.append(torch.randn(seconds * RATE, generator=generator) * 3e-4)
+        begin = sum(map(len, parts)) / RATE
+        spoken.append((begin, begin + len(sound) / RATE))
+        parts.append(sound)
+    segments, info = transcriber.transcribe(
+        torch.cat(parts), language="en", vad=True, batched=batched, word_timestamps=True
+    )
+    found = list(segments)
+    assert info.duration_after_vad < sum(end - begin for begin, end in spoken) + 4
+    for begin, end in spoken:
+        inside = [segment for segment in found if begin - 0.5 < segment.start < end]
+        assert inside and inside[0].start == pytest.approx(begin, abs=0.5)
+        assert inside[-1].end == pytest.approx(end, abs=0.8)
+        words = [word for segment in inside for word in segment.words or ()]
+        assert begin - 0.5 < words[0].start and words[-1].end < end + 0.8
+
+
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 1.5), ("int8", 2.5)])
 @pytest.mark.parametrize("name", WHISPER_NAMES)
 def test_formats_and_windows_together(name: str, dtype: str, most: float) -> None:

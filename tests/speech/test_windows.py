@@ -42,6 +42,12 @@ def test_speech_is_merged() -> None:
     assert merge_speech([], 300) == []
 
 
+def test_a_long_pause_is_in_no_part() -> None:
+    """Behind it a model would say that the next words begin where the last ones ended."""
+    speech = [(0, 400), (700, 900), (1201, 1500)]
+    assert merge_speech(speech, 3000) == [(0, 900), (1201, 1500)]
+
+
 def test_cuts_are_where_it_is_quiet() -> None:
     features = torch.zeros(4, 1000)
     for place in (250, 520, 790):

@@ -9,11 +9,14 @@ from torch import Tensor
 
 __all__ = ["cut_at_quiet", "merge_speech"]
 
+_PAUSE = 300  # frames of silence in a part at most: behind longer ones times begin too early
 _SMOOTH = 20  # frames that are as quiet as the quietest of them is loud
 
 
 def merge_speech(speech: Sequence[tuple[int, int]], longest: int) -> list[tuple[int, int]]:
     """Return parts of a sound that hold the speech, each at most ``longest`` frames.
+
+    A part has no silence of more than three seconds.
 
     Parameters
     ----------
@@ -24,7 +27,7 @@ def merge_speech(speech: Sequence[tuple[int, int]], longest: int) -> list[tuple[
     """
     parts: list[tuple[int, int]] = []
     for begin, end in speech:
-        if parts and end - parts[-1][0] <= longest:
+        if parts and end - parts[-1][0] <= longest and begin - parts[-1][1] <= _PAUSE:
             parts[-1] = parts[-1][0], end
         else:
             parts.append((begin, end))
