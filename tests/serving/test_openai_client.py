@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 
 openai = pytest.importorskip("openai")
 
 from lmdecode.serving.text_model import TextModel  # noqa: E402
+from tests.serving.grammar_cases import SCHEMAS, function  # noqa: E402
 from tests.serving.servers import NAME, load_model, served  # noqa: E402
 
 TALK: list[Any] = [{"role": "user", "content": "What did the LORD say?"}]
@@ -112,38 +114,38 @@ def test_bias_and_penalties(client: Any, model: TextModel) -> None:
     assert banned.choices[0].text != model.tokenizer.decode([word] * 6)
 
 
-SCHEMAS: list[dict[str, Any]] = [
-    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8},
-     "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3}},
-     "required": ["name", "tags"], "additionalProperties": False},
-    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("number", range(len(SCHEMAS)))
-def test_json_of_a_schema(client: Any, number: int) -> None:
-    schema = SCHEMAS[number]
-    for seed in range(3):
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_json_of_a_schema(client: Any, name: str) -> None:
+    schema = SCHEMAS[name]
+    response_format = {"type": "json_schema", "json_schema": {
+        "name": "answer", "schema": schema, "strict": True}}  # fmt: skip
+    for seed in range(5):
         got = chat(
-            client, seed=seed, max_completion_tokens=200, temperature=1.2,
-            response_format={"type": "json_schema", "json_schema": {
-                "name": "answer", "schema": schema, "strict": True}},
+            client, seed=seed, max_completion_tokens=400, temperature=1.2, top_p=0.95,
+            response_format=response_format,
         ).choices[0]  # fmt: skip
-        if got.finish_reason == "stop":
-            value = json.loads(got.message.content)
-            assert isinstance(value, dict if schema["type"] == "object" else list)
-            if "required" in schema:
-                assert set(schema["required"]) <= value.keys()
-        assert got.finish_reason == "stop" or number < 2
+        assert got.finish_reason == "stop"
+        jsonschema.validate(json.loads(got.message.content), schema)
 
 
-def test_json_objects(client: Any) -> None:
-    got = chat(client, response_format={"type": "json_object"}, max_completion_tokens=60, seed=4)
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("schema", [None, OPEN])
+@pytest.mark.parametrize("seed", range(3))
+def test_json_objects(client: Any, schema: Any, seed: int) -> None:
+    """Whatever keys they have, of which there is no end."""
+    response_format: dict[str, Any] = {"type": "json_object"}
+    if schema is not None:
+        response_format = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema, "strict": True},
+        }
+    got = chat(client, response_format=response_format, max_completion_tokens=60, seed=seed)
     text = got.choices[0].message.content
     assert text.lstrip().startswith("{")
     if got.choices[0].finish_reason == "stop":
-        assert isinstance(json.loads(text), dict)
+        jsonschema.validate(json.loads(text), schema or {"type": "object"})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -169,6 +171,64 @@ def test_forced_calls_of_tools(client: Any, choice: Any, stream: bool) -> None:
     assert name == "weather" and reason == "tool_calls"
     value = json.loads(arguments)
     assert value["city"] in ("Nineveh", "Ur") and 1 <= value["days"] <= 9
+
+
+def test_calls_that_the_model_chooses(client: Any) -> None:
+    """With "auto" an answer is text, or calls; here a choice of texts says which."""
+    calls = [("weather", {"city": "Ur", "days": 2}), ("clock", {})]
+    text = "\n".join(
+        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+        for name, arguments in calls
+    )
+    options: dict[str, Any] = {"tools": [WEATHER, CLOCK], "max_completion_tokens": 400}
+    for choice in ("auto", openai.omit):
+        options["tool_choice"] = choice
+        for is_parallel in (True, False):
+            options["parallel_tool_calls"] = is_parallel
+            options["extra_body"] = {"guided_choice": [f"I see.{text}"]}
+            got = chat(client, **options).choices[0]
+            found = [
+                (call.function.name, json.loads(call.function.arguments))
+                for call in got.message.tool_calls
+            ]
+            assert found == calls[: 2 if is_parallel else 1]
+            assert got.message.content.strip() == "I see." and got.finish_reason == "tool_calls"
+            assert len({call.id for call in got.message.tool_calls}) == len(found)
+            with client.chat.completions.stream(
+                model=NAME, messages=TALK, seed=1,
+                **{name: value for name, value in options.items() if value is not openai.omit},
+            ) as stream:  # fmt: skip
+                streamed = stream.get_final_completion().choices[0]
+            assert streamed.message.content == got.message.content
+            assert streamed.finish_reason == "tool_calls"
+            assert [
+                (call.function.name, json.loads(call.function.arguments))
+                for call in streamed.message.tool_calls or ()
+            ] == found
+        options["extra_body"] = {"guided_choice": ["No tool is needed."]}
+        got = chat(client, **options).choices[0]
+        assert got.message.content == "No tool is needed." and got.message.tool_calls is None
+        assert got.finish_reason == "stop"
+
+
+def test_several_calls_at_once(client: Any) -> None:
+    """Each of the calls that are forced has arguments of its schema."""
+    tools = [WEATHER, function("clock", {"type": "object", "properties": {}})]
+    most = 0
+    for seed in range(5):
+        got = chat(
+            client, tools=tools, tool_choice="required", max_completion_tokens=300, seed=seed,
+            logit_bias={"1": -100},
+        ).choices[0]  # fmt: skip
+        calls = got.message.tool_calls
+        most = max(most, len(calls))
+        for call in calls[: len(calls) - (got.finish_reason == "length")]:
+            (schema,) = [
+                tool["function"]["parameters"] for tool in tools
+                if tool["function"]["name"] == call.function.name
+            ]  # fmt: skip
+            jsonschema.validate(json.loads(call.function.arguments), schema)
+    assert most > 1
 
 
 def test_answers_of_tools_come_back(client: Any) -> None:
