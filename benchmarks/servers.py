@@ -39,11 +39,12 @@ WORDS = re.findall("[a-z]{2,9}", _TEXT)
 
 @dataclass
 class Server:
-    """A server that runs: its name, its port, and the name of its model."""
+    """A server that runs: its name, its port, the name of its model, and its process's number."""
 
     name: str
     port: int
     model: str
+    process: int
 
 
 @dataclass
@@ -134,7 +135,7 @@ def started(
                 time.sleep(0.05)
             print(f"{name}: ready after {time.perf_counter() - begin:.2f} s", flush=True)
             try:
-                yield Server(name, port, model)
+                yield Server(name, port, model, process.pid)
             except RuntimeError:
                 log.seek(0)
                 print(f"{name}: {log.read().decode(errors='replace')[-4000:]}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import os
@@ -191,3 +192,35 @@ def test_memory_stays_flat(port: int) -> None:
     before = resident()
     ask(3000)
     assert resident() - before < 0.05 * before
+
+
+def test_nothing_is_left_of_requests(port: int) -> None:
+    """Not the objects of answers, nor a grammar each where every request has another."""
+    from lmdecode.decoder.engine.request import Request
+    from lmdecode.serving.grammar import CompiledGrammar, GrammarState
+    from lmdecode.serving.work import Answer, Work
+
+    def ask(number: int) -> None:
+        choices = [f"yes {number}", f"no {number}"]
+        body = body_of(number, max_tokens=40, guided_choice=choices)
+        if number % 4 == 3:  # and it goes
+            sent(port, body).close()
+        else:
+            assert text_of(port, body) in choices
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(ask, range(160)))
+    wait_until_idle(port)
+    kinds = (Request, CompiledGrammar, GrammarState, Answer, Work)
+
+    def alive() -> dict[str, int]:
+        gc.collect()
+        found = [type(thing) for thing in gc.get_objects() if type(thing) in kinds]
+        return {kind.__name__: found.count(kind) for kind in kinds}
+
+    end = time.monotonic() + 30  # connections are forgotten a moment later
+    while alive()["Work"] and time.monotonic() < end:
+        time.sleep(0.1)
+    counts = alive()
+    assert 0 < counts.pop("CompiledGrammar") <= 64
+    assert not any(counts.values()), counts

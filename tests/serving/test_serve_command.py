@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -157,3 +158,45 @@ def test_a_model_that_is_not_there() -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
     assert "/no/such/model" in done.stderr and json.dumps(done.stdout) == '""'
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="an allocator of Linux")
+@pytest.mark.parametrize(("asked", "most"), [(None, 2), ("5", 5)])
+def test_threads_share_arenas(asked: str | None, most: int) -> None:
+    """What one thread frees another can use: memory stays flat where each request has a grammar."""
+    code = """
+import ctypes, os, re, tempfile, threading
+from lmdecode.cli.serve import _share_arenas
+
+_share_arenas()
+libc = ctypes.CDLL("libc.so.6")
+libc.fopen.restype, libc.malloc.restype = ctypes.c_void_p, ctypes.c_void_p
+libc.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
+libc.fclose.argtypes, libc.malloc.argtypes = [ctypes.c_void_p], [ctypes.c_size_t]
+everybody = threading.Barrier(8)
+
+def take():
+    everybody.wait()
+    libc.malloc(1000)
+    everybody.wait()
+
+threads = [threading.Thread(target=take) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+with tempfile.NamedTemporaryFile() as found:
+    file = libc.fopen(found.name.encode(), b"w")
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    print(len(re.findall(b"<heap nr", found.read())))
+"""
+    environment = {name: text for name, text in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    if asked is not None:
+        environment["MALLOC_ARENA_MAX"] = asked
+    try:
+        ctypes.CDLL("libc.so.6").malloc_info  # noqa: B018
+    except (AttributeError, OSError):
+        pytest.skip("no glibc")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert int(done.stdout) == most
