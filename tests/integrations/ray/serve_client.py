@@ -22,7 +22,12 @@ def free_port() -> int:
 def start_serve() -> int:
     """Start a cluster of one node, and return the port that answers."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    variables = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # A machine with other work takes longer to start the proxy, which would be killed.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+    }
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False,
              runtime_env={"env_vars": variables})  # fmt: skip
     port = free_port()
