@@ -207,7 +207,8 @@ class Store {
     std::shared_ptr<Hit> shared = hit.share();
     if (shared == nullptr) return std::nullopt;
     if (index >= shared->parts().size()) throw py::index_error("read_image: no such entry");
-    const uint64_t size = engine().layout().image_bytes(shared->parts()[index].count);
+    const HitPart& part = shared->parts()[index];
+    const uint64_t size = engine().layout().image_bytes(part.count, part.usable_from);
     py::bytes image(nullptr, size);  // nobody else sees it before it is filled
     auto* data = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(image.ptr()));
     const bool is_whole = unlocked([&] {
@@ -307,7 +308,7 @@ class Store {
       entry["num_tokens"] = row.num_tokens;
       entry["area"] = row.area;
       entry["tenant"] = row.tenant;
-      entry["bytes"] = engine().layout().image_bytes(row.count);
+      entry["bytes"] = engine().layout().image_bytes(row.count, row.usable_from);
       entry["created_ms"] = row.created_ms;
       entry["used_ms"] = row.used_ms;
       entry["expires_ms"] = row.expires_ms;
@@ -325,13 +326,14 @@ class Store {
 std::unique_ptr<Store> open_store(const std::string& directory, const std::string& fingerprint,
                                   uint32_t num_layers, uint32_t num_kv_heads, uint32_t head_size,
                                   uint32_t element_size, const std::vector<uint32_t>& windows,
-                                  uint32_t chunk_tokens, bool values_by_column, bool relaxed,
-                                  bool readonly, uint64_t capacity_bytes, uint64_t slab_bytes,
+                                  uint64_t state_bytes, uint32_t chunk_tokens,
+                                  bool values_by_column, bool relaxed, bool readonly,
+                                  uint64_t capacity_bytes, uint64_t slab_bytes,
                                   int64_t flush_interval_ms, int64_t idle_ms, int io_threads) {
   StoreOptions options;
   options.directory = directory;
   options.fingerprint = fingerprint;
-  options.shape = {num_layers, num_kv_heads, head_size, element_size, windows};
+  options.shape = {num_layers, num_kv_heads, head_size, element_size, windows, state_bytes};
   options.chunk_tokens = chunk_tokens;
   options.values_by_column = values_by_column;
   options.relaxed = relaxed;
@@ -402,9 +404,9 @@ PYBIND11_MODULE(_store, module) {
   py::class_<Store>(module, "Store", "An open store.")
       .def(py::init(&open_store), py::kw_only(), arg("directory"), arg("fingerprint"),
            arg("num_layers"), arg("num_kv_heads"), arg("head_size"), arg("element_size"),
-           arg("windows"), arg("chunk_tokens"), arg("values_by_column"), arg("relaxed"),
-           arg("readonly"), arg("capacity_bytes"), arg("slab_bytes"), arg("flush_interval_ms"),
-           arg("idle_ms"), arg("io_threads"))
+           arg("windows"), arg("state_bytes"), arg("chunk_tokens"), arg("values_by_column"),
+           arg("relaxed"), arg("readonly"), arg("capacity_bytes"), arg("slab_bytes"),
+           arg("flush_interval_ms"), arg("idle_ms"), arg("io_threads"))
       .def("close", &Store::close)
       .def_property_readonly("slot_bytes",
                              [](Store& store) { return store.engine().layout().slot_bytes(); })
@@ -418,8 +420,11 @@ PYBIND11_MODULE(_store, module) {
           arg("count"))
       .def(
           "image_bytes",
-          [](Store& store, uint32_t count) { return store.engine().layout().image_bytes(count); },
-          arg("count"), "Of an entry with so many tokens; 1 to chunk_tokens.")
+          [](Store& store, uint32_t count, bool with_state) {
+            return store.engine().layout().image_bytes(count, with_state ? 0 : count + 1);
+          },
+          arg("count"), arg("with_state") = true,
+          "Of an entry with so many tokens, 1 to chunk_tokens; a state counts where there are any.")
       .def("lookup", &Store::lookup, arg("scope"), arg("tokens"))
       .def("peek", &Store::peek, arg("scope"), arg("tokens"))
       .def("load", &Store::load, arg("hit"), arg("first_layer"), arg("num_layers"), arg("planes"))

@@ -20,6 +20,7 @@ constexpr uint32_t kMinChunkTokens = 16;
 constexpr char kMagic[8] = {'L', 'M', 'D', 'K', 'V', 'S', 'L', 'T'};
 constexpr uint32_t kVersion = 1;
 constexpr uint64_t kFixedBytes = 120;
+constexpr uint32_t kStateWindow = 2;
 
 uint64_t rounded_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -29,35 +30,54 @@ void expect(bool condition, const char* what) {
 
 }  // namespace
 
+uint32_t ModelShape::window_of(uint32_t layer) const {
+  if (layer == num_layers) return kStateWindow;
+  return windows.empty() ? 0 : windows[layer];
+}
+
 uint32_t ModelShape::widest_window() const {
-  return windows.empty() ? 0 : *std::max_element(windows.begin(), windows.end());
+  const uint32_t widest = windows.empty() ? 0 : *std::max_element(windows.begin(), windows.end());
+  return state_bytes > 0 ? std::max(widest, kStateWindow) : widest;
 }
 
 uint64_t SlotLayout::header_bytes(uint32_t count) const {
   return rounded_up(kFixedBytes + 4 * uint64_t{shape.num_planes()} + 4 * uint64_t{count}, kBlock);
 }
 
-uint64_t SlotLayout::plane_bytes(uint32_t count) const {
+PlaneShape SlotLayout::plane_shape(uint32_t plane, uint32_t count) const {
+  if (plane == shape.num_kv_planes()) {
+    return {1, 1, static_cast<int64_t>(shape.state_bytes), 1};
+  }
+  return {shape.num_kv_heads, count, shape.head_size, shape.element_size};
+}
+
+uint64_t SlotLayout::plane_bytes(uint32_t plane, uint32_t count) const {
+  if (plane == shape.num_kv_planes()) return shape.state_bytes;
   return uint64_t{shape.num_kv_heads} * count * shape.head_size * shape.element_size;
 }
 
 uint64_t SlotLayout::plane_offset(uint32_t plane, uint32_t count) const {
-  return header_bytes(count) + plane * rounded_up(plane_bytes(count), kPlaneAlignment);
+  const uint32_t kv_planes = std::min(plane, shape.num_kv_planes());
+  const uint64_t state = plane > kv_planes ? rounded_up(shape.state_bytes, kPlaneAlignment) : 0;
+  return header_bytes(count) + kv_planes * rounded_up(plane_bytes(0, count), kPlaneAlignment) +
+         state;
 }
 
 uint64_t SlotLayout::slot_bytes() const { return rounded_up(image_bytes(chunk_tokens), kBlock); }
 
 PlaneStrides SlotLayout::plane_strides(uint32_t plane, uint32_t count) const {
-  const int64_t element = shape.element_size, row = element * shape.head_size;
-  const int64_t head = row * count;
-  if (plane % 2 == 1 && values_by_column) return {head, element, element * count};
+  const PlaneShape of = plane_shape(plane, count);
+  const int64_t element = of.element_size, row = element * of.elements;
+  const int64_t head = row * of.tokens;
+  if (plane % 2 == 1 && values_by_column) return {head, element, element * of.tokens};
   return {head, row, element};
 }
 
 uint32_t default_chunk_tokens(const ModelShape& shape) {
   const uint64_t token =
-      uint64_t{shape.num_planes()} * shape.num_kv_heads * shape.head_size * shape.element_size;
-  const uint64_t tokens = (kMinSlotBytes + token - 1) / std::max<uint64_t>(token, 1);
+      uint64_t{shape.num_kv_planes()} * shape.num_kv_heads * shape.head_size * shape.element_size;
+  const uint64_t bytes = std::max(kMinSlotBytes, shape.state_bytes);
+  const uint64_t tokens = (bytes + token - 1) / std::max<uint64_t>(token, 1);
   return std::max<uint32_t>(kMinChunkTokens, static_cast<uint32_t>(std::bit_ceil(tokens)));
 }
 
@@ -80,8 +100,9 @@ void check_layout(const SlotLayout& layout) {
                                 std::to_string(shape.num_layers) + " layers");
   }
   // Of at most 2^16 * 2^20 * 2^16 * 8 bytes: no overflow.
-  const uint64_t plane = layout.plane_bytes(layout.chunk_tokens);
-  if (plane > kMaxSlotBytes || layout.slot_bytes() > kMaxSlotBytes) {
+  const uint64_t plane = layout.plane_bytes(0, layout.chunk_tokens);
+  if (plane > kMaxSlotBytes || shape.state_bytes > kMaxSlotBytes ||
+      layout.slot_bytes() > kMaxSlotBytes) {
     throw std::invalid_argument(
         "KVStore: a slot of chunk_tokens = " + std::to_string(layout.chunk_tokens) +
         " tokens would have more than 2^31 bytes");
@@ -136,9 +157,11 @@ SlotHeader decode_header(const SlotLayout& layout, std::span<const uint8_t> byte
 
 bool planes_are_whole(const SlotLayout& layout, const SlotHeader& header,
                       std::span<const uint8_t> image) {
-  for (uint32_t plane = 0; plane < layout.shape.num_planes(); ++plane) {
+  const uint32_t planes = layout.planes_in_slot(header.count, header.usable_from);
+  for (uint32_t plane = 0; plane < planes; ++plane) {
     const uint8_t* bytes = image.data() + layout.plane_offset(plane, header.count);
-    if (crc32c(bytes, layout.plane_bytes(header.count)) != header.plane_crcs[plane]) return false;
+    const uint64_t size = layout.plane_bytes(plane, header.count);
+    if (crc32c(bytes, size) != header.plane_crcs[plane]) return false;
   }
   return true;
 }

@@ -91,7 +91,7 @@ uint64_t SlotSpace::evict_bytes(uint64_t bytes, int64_t used_until_ms, Evicted* 
   uint64_t freed = 0;
   const auto is_wanted = [&](const Entry& entry) {
     if (freed >= bytes || entry.used_ms > used_until_ms) return Wanted::kNoMore;
-    freed += layout_.image_bytes(entry.count);
+    freed += layout_.image_bytes(entry.count, entry.usable_from);
     return Wanted::kYes;
   };
   evict_while(is_wanted, evicted);

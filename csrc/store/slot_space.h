@@ -77,8 +77,8 @@ class SlotSpace {
   void pool_space(Lock& lock, uint64_t bytes, bool trusts_disk);
   bool make_room_for_index(IndexDatabase& index, int attempt);
   // Size of a slot on disk, in whole blocks of most file systems.
-  uint64_t space_of(uint32_t count) const {
-    return (layout_.image_bytes(count) + 4095) / 4096 * 4096;
+  uint64_t space_of(uint32_t count, uint32_t usable_from) const {
+    return (layout_.image_bytes(count, usable_from) + 4095) / 4096 * 4096;
   }
   // As StoreEngine's.
   std::optional<int64_t> oldest_use() const;

@@ -16,6 +16,7 @@ namespace lmdecode::store {
 namespace {
 
 constexpr uint32_t kFormatVersion = 1;
+constexpr uint32_t kStatesVersion = 2;  // of a superblock with state_bytes
 constexpr size_t kMaxUsesPerCommit = 1024;
 
 int64_t system_now_ms() {
@@ -32,18 +33,20 @@ struct Superblock {
 std::vector<uint8_t> encode(const Superblock& block) {
   const ModelShape& shape = block.layout.shape;
   ByteWriter fields;
-  fields.u32(kFormatVersion).counted(block.fingerprint);
+  fields.u32(shape.state_bytes > 0 ? kStatesVersion : kFormatVersion).counted(block.fingerprint);
   fields.u32(shape.num_layers).u32(shape.num_kv_heads).u32(shape.head_size);
   fields.u32(shape.element_size).u32(static_cast<uint32_t>(shape.windows.size()));
   for (const uint32_t window : shape.windows) fields.u32(window);
   fields.u32(block.layout.chunk_tokens).u32(block.layout.values_by_column ? 1 : 0);
   fields.u32(block.slots_per_slab);
+  if (shape.state_bytes > 0) fields.u64(shape.state_bytes);
   return fields.bytes();
 }
 
 Superblock decode(const std::vector<uint8_t>& bytes) {
   ByteReader fields(bytes, "superblock");
-  if (fields.u32() != kFormatVersion) {
+  const uint32_t version = fields.u32();
+  if (version != kFormatVersion && version != kStatesVersion) {
     throw StoreError(ErrorKind::kMismatch, "KVStore: the store has another format version");
   }
   Superblock block;
@@ -58,6 +61,7 @@ Superblock decode(const std::vector<uint8_t>& bytes) {
   block.layout.chunk_tokens = fields.u32();
   block.layout.values_by_column = fields.u32() != 0;
   block.slots_per_slab = fields.u32();
+  if (version == kStatesVersion) shape.state_bytes = fields.u64();
   check_layout(block.layout);
   if (block.slots_per_slab == 0) throw StoreError(ErrorKind::kDamaged, "superblock: no slots");
   return block;

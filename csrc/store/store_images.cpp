@@ -8,7 +8,7 @@ namespace lmdecode::store {
 
 SlotHeader check_image(const SlotLayout& layout, std::span<const uint8_t> image) {
   SlotHeader header = decode_header(layout, image);
-  if (image.size() != layout.image_bytes(header.count) ||
+  if (image.size() != layout.image_bytes(header.count, header.usable_from) ||
       !planes_are_whole(layout, header, image) ||
       chain_key(header.parent, header.num_tokens, header.tokens) != header.key ||
       std::any_of(header.tokens.begin(), header.tokens.end(), [](int32_t id) { return id < 0; })) {
@@ -64,10 +64,10 @@ bool StoreEngine::read_image(const Hit& hit, size_t index, std::span<uint8_t> im
     throw std::invalid_argument("read_image: not an entry of a hit of this store");
   }
   const HitPart& part = hit.parts_[index];
-  if (image.size() != layout_.image_bytes(part.count)) {
+  const uint64_t size = layout_.image_bytes(part.count, part.usable_from);
+  if (image.size() != size) {
     throw std::invalid_argument("read_image: " + std::to_string(image.size()) +
-                                " bytes; expected " +
-                                std::to_string(layout_.image_bytes(part.count)));
+                                " bytes; expected " + std::to_string(size));
   }
   Lock lock(mutex_);
   check_usable();

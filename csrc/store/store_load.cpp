@@ -37,19 +37,20 @@ bool has_tokens(const Hit& hit, const HitPart& part, const SlotHeader& header) {
 uint32_t take_plane(const SlotLayout& layout, uint32_t plane, const uint8_t* stored,
                     const HitPart& part, uint64_t total, const TensorPlane& target, bool streamed,
                     uint8_t* staging) {
-  const ModelShape& shape = layout.shape;
+  const PlaneShape of = layout.plane_shape(plane, part.count);
   const PlaneStrides strides = layout.plane_strides(plane, part.count);
-  const uint64_t begin = part.num_tokens - part.count, end = begin + part.take;
+  const uint64_t begin = part.num_tokens - static_cast<uint64_t>(of.tokens);
+  const uint64_t end = part.num_tokens - part.count + part.take;
   const uint64_t first_wanted = total - target.num_tokens;
-  const uint64_t bytes = layout.plane_bytes(part.count);
+  const uint64_t bytes = layout.plane_bytes(plane, part.count);
   if (end <= first_wanted) return crc32c(stored, bytes);
   const uint64_t first = std::max(begin, first_wanted);
   char* out = target.data + static_cast<int64_t>(first - first_wanted) * target.strides.token;
   const auto tokens = static_cast<int64_t>(end - first);
-  if (tokens == part.count) {
+  if (tokens == of.tokens) {
     return copy_plane_crc32c(out, target.strides, reinterpret_cast<const char*>(stored), strides,
-                             shape.num_kv_heads, tokens, shape.head_size, shape.element_size,
-                             streamed, reinterpret_cast<char*>(staging));
+                             of.heads, tokens, of.elements, of.element_size, streamed,
+                             reinterpret_cast<char*>(staging));
   }
   uint32_t crc;
   if (staging == nullptr) {
@@ -60,13 +61,23 @@ uint32_t take_plane(const SlotLayout& layout, uint32_t plane, const uint8_t* sto
   }
   const char* in =
       reinterpret_cast<const char*>(stored) + static_cast<int64_t>(first - begin) * strides.token;
-  copy_plane(out, target.strides, in, strides, shape.num_kv_heads, tokens, shape.head_size,
-             shape.element_size, streamed);
+  copy_plane(out, target.strides, in, strides, of.heads, tokens, of.elements, of.element_size,
+             streamed);
   return crc;
 }
 
+// Of the planes from one on, as far as they are wanted.
+uint64_t wanted_bytes(const SlotLayout& layout, uint32_t first_plane,
+                      std::span<const TensorPlane> planes) {
+  uint64_t bytes = 0;
+  for (uint32_t i = 0; i < planes.size(); ++i) {
+    bytes += planes[i].num_tokens * layout.plane_bytes(first_plane + i, 1);
+  }
+  return bytes;
+}
+
 PartResult load_part(const SlotLayout& layout, SlabFiles& slabs, Hit& hit, size_t index,
-                     uint32_t first_layer, uint32_t num_layers, std::span<const TensorPlane> planes,
+                     uint32_t first_layer, std::span<const TensorPlane> planes,
                      StagingBuffer& staging) {
   const HitPart& part = hit.parts()[index];
   const uint64_t begin = part.num_tokens - part.count, end = begin + part.take;
@@ -75,12 +86,15 @@ PartResult load_part(const SlotLayout& layout, SlabFiles& slabs, Hit& hit, size_
   if (std::none_of(planes.begin(), planes.end(), is_wanted)) return PartResult::kLoaded;
 
   // So many planes at a time that they are still in the L2 cache when they are checked and copied.
-  const uint32_t first_plane = 2 * first_layer, last_plane = first_plane + 2 * num_layers;
-  const uint64_t stride = layout.plane_offset(1, part.count) - layout.plane_offset(0, part.count);
-  const auto at_once = static_cast<uint32_t>(std::max<uint64_t>(1, kReadBytes / stride));
-  uint64_t wanted = 0;
-  for (const TensorPlane& plane : planes) wanted += plane.num_tokens * layout.plane_bytes(1);
-  const bool streamed = wanted >= kStreamedBytes;
+  // The state is that behind the hit's last token, and a read of its own.
+  const uint32_t first_plane = 2 * first_layer, kv_planes = layout.shape.num_kv_planes();
+  const auto num_planes = static_cast<uint32_t>(planes.size());
+  const uint32_t last_plane =
+      std::min(first_plane + num_planes, end < total ? kv_planes : layout.shape.num_planes());
+  const auto offset_of = [&](uint32_t plane) { return layout.plane_offset(plane, part.count); };
+  const auto at_once =
+      static_cast<uint32_t>(std::max<uint64_t>(1, kReadBytes / (offset_of(1) - offset_of(0))));
+  const bool streamed = wanted_bytes(layout, first_plane, planes) >= kStreamedBytes;
 
   // The header is read once a hit, with the first planes where these are wanted.
   std::optional<std::vector<uint32_t>> crcs = hit.plane_crcs(index);
@@ -103,9 +117,10 @@ PartResult load_part(const SlotLayout& layout, SlabFiles& slabs, Hit& hit, size_
   }
 
   const auto take_planes = [&](uint32_t from, uint32_t to, const uint8_t* stored, uint8_t* own) {
-    for (uint32_t plane = from; plane < to; ++plane, stored += stride) {
-      [[maybe_unused]] const uint32_t crc = take_plane(layout, plane, stored, part, total,
-                                                       planes[plane - first_plane], streamed, own);
+    for (uint32_t plane = from; plane < to; ++plane) {
+      [[maybe_unused]] const uint32_t crc =
+          take_plane(layout, plane, stored + (offset_of(plane) - offset_of(from)), part, total,
+                     planes[plane - first_plane], streamed, own);
 #if !defined(LMD_PLANT_NO_VERIFICATION)
       if (crc != (*crcs)[plane]) return false;
 #endif
@@ -113,15 +128,16 @@ PartResult load_part(const SlotLayout& layout, SlabFiles& slabs, Hit& hit, size_
     return true;
   };
   PartResult result = PartResult::kLoaded;
-  for (uint32_t from = first_plane; from < last_plane && result == PartResult::kLoaded;
-       from += at_once) {
-    const uint32_t to = std::min(last_plane, from + at_once);
+  for (uint32_t from = first_plane, to; from < last_plane && result == PartResult::kLoaded;
+       from = to) {
+    to = from < kv_planes ? std::min({last_plane, from + at_once, kv_planes}) : from + 1;
     const uint64_t before = from == first_plane ? lead : 0;
-    const uint64_t offset = layout.plane_offset(from, part.count) - before;
-    const uint64_t size = before + (to - from) * stride;
+    const uint64_t offset = offset_of(from) - before;
+    const uint64_t size = before + offset_of(to) - offset_of(from);
     // What is in the page cache is copied from there.
     if (const uint8_t* cached = slabs.cached(part.area, offset, size); cached != nullptr) {
-      uint8_t* own = staging.resized(std::max(before, stride)).data();
+      uint8_t* own =
+          staging.resized(std::max(before, offset_of(from + 1) - offset_of(from))).data();
       bool is_whole = false;
       const auto take = [&] {
         is_whole = true;
@@ -194,7 +210,7 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
   if (hit.num_tokens() > 0 && hit.engine_.get() != this) {
     throw std::invalid_argument("load: the hit is of another store");
   }
-  const uint32_t layers = layout_.shape.num_layers;
+  const uint32_t layers = layout_.shape.num_layers_with_state();
   if (num_layers == 0 || first_layer >= layers || num_layers > layers - first_layer) {
     throw std::invalid_argument("load: layers " + std::to_string(first_layer) + " to " +
                                 std::to_string(uint64_t{first_layer} + num_layers) +
@@ -210,8 +226,7 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
   const auto load_one = [&](size_t part) {
     thread_local StagingBuffer staging;
     if (damaged.load() >= 0 || unreadable.load()) return;
-    const PartResult result =
-        load_part(layout_, *slabs_, hit, part, first_layer, num_layers, planes, staging);
+    const PartResult result = load_part(layout_, *slabs_, hit, part, first_layer, planes, staging);
     if (result == PartResult::kDamaged) damaged = static_cast<int64_t>(part);
     if (result == PartResult::kUnreadable) unreadable = true;
   };
@@ -225,9 +240,7 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
     return false;
   }
   if (unreadable.load() || is_stopped) return false;
-  for (const TensorPlane& plane : planes) {
-    stats_.bytes_read += plane.num_tokens * layout_.plane_bytes(1);
-  }
+  stats_.bytes_read += wanted_bytes(layout_, 2 * first_layer, planes);
   return true;
 }
 

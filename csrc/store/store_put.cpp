@@ -23,7 +23,7 @@ uint32_t usable_from(const ModelShape& shape, std::span<const TensorPlane> plane
   uint64_t least = 0;
   for (size_t i = 0; i < planes.size(); ++i) {
     const uint64_t first = num_tokens - planes[i].num_tokens;
-    const uint64_t window = shape.windows.empty() ? 0 : shape.windows[i / 2];
+    const uint64_t window = shape.window_of(static_cast<uint32_t>(i / 2));
     if (first <= begin || window <= 1) continue;  // a window of 1 needs no other token
     least = std::max(least, std::min<uint64_t>(count, first - begin) + window - 1);
   }
@@ -34,9 +34,7 @@ uint32_t usable_from(const ModelShape& shape, std::span<const TensorPlane> plane
 int write_step(const SlotLayout& layout, SlabFiles& slabs, const Step& step, uint32_t area,
                uint64_t tenant, std::span<const int32_t> tokens,
                std::span<const TensorPlane> planes, StagingBuffer& staging, uint32_t* header_crc) {
-  const ModelShape& shape = layout.shape;
-  const auto image = staging.resized(layout.image_bytes(step.count));
-  const uint64_t plane_bytes = layout.plane_bytes(step.count);
+  const auto image = staging.resized(layout.image_bytes(step.count, step.usable_from));
   SlotHeader header;
   header.area = area;
   header.num_tokens = step.begin + step.count;
@@ -47,22 +45,26 @@ int write_step(const SlotLayout& layout, SlabFiles& slabs, const Step& step, uin
   header.parent = step.parent;
   const auto chunk = tokens.subspan(step.begin, step.count);
   header.tokens.assign(chunk.begin(), chunk.end());
-  for (uint32_t i = 0; i < planes.size(); ++i) {
+  const uint64_t end = step.begin + step.count;
+  header.plane_crcs.resize(planes.size());
+  for (uint32_t i = 0; i < layout.planes_in_slot(step.count, step.usable_from); ++i) {
     const TensorPlane& source = planes[i];
+    const PlaneShape of = layout.plane_shape(i, step.count);
+    const uint64_t plane_bytes = layout.plane_bytes(i, step.count);
     const uint64_t offset = layout.plane_offset(i, step.count);
     uint8_t* plane = image.data() + offset;
+    const uint64_t begin = end - static_cast<uint64_t>(of.tokens);
     const uint64_t first_held = tokens.size() - source.num_tokens;
-    const uint64_t first = std::clamp(first_held, step.begin, step.begin + step.count);
-    if (first > step.begin) std::memset(plane, 0, plane_bytes);
+    const uint64_t first = std::clamp(first_held, begin, end);
+    if (first > begin) std::memset(plane, 0, plane_bytes);
     const PlaneStrides strides = layout.plane_strides(i, step.count);
-    copy_plane(
-        reinterpret_cast<char*>(plane) + static_cast<int64_t>(first - step.begin) * strides.token,
-        strides,
-        source.data +
-            (static_cast<int64_t>(first) - static_cast<int64_t>(first_held)) * source.strides.token,
-        source.strides, shape.num_kv_heads, static_cast<int64_t>(step.begin + step.count - first),
-        shape.head_size, shape.element_size);
-    header.plane_crcs.push_back(crc32c(plane, plane_bytes));
+    copy_plane(reinterpret_cast<char*>(plane) + static_cast<int64_t>(first - begin) * strides.token,
+               strides,
+               source.data + (static_cast<int64_t>(first) - static_cast<int64_t>(first_held)) *
+                                 source.strides.token,
+               source.strides, of.heads, static_cast<int64_t>(end - first), of.elements,
+               of.element_size);
+    header.plane_crcs[i] = crc32c(plane, plane_bytes);
     const uint64_t next = layout.plane_offset(i + 1, step.count);
     std::memset(plane + plane_bytes, 0, next - offset - plane_bytes);
   }
@@ -85,21 +87,27 @@ void check_token_ids(std::span<const int32_t> tokens) {
 
 void check_planes(const SlotLayout& layout, std::span<const TensorPlane> planes,
                   uint32_t first_layer, uint32_t num_layers, uint64_t num_tokens, bool exactly) {
-  if (planes.size() != 2 * size_t{num_layers}) {
+  const ModelShape& shape = layout.shape;
+  const bool has_state = first_layer + num_layers > shape.num_layers;
+  if (planes.size() != 2 * size_t{num_layers} - (has_state ? 1 : 0)) {
     throw std::invalid_argument("KVStore: " + std::to_string(planes.size()) +
                                 " planes; expected keys and values of " +
-                                std::to_string(num_layers) + " layers");
+                                std::to_string(num_layers - (has_state ? 1 : 0)) + " layers" +
+                                (has_state ? " and a state" : ""));
   }
-  const ModelShape& shape = layout.shape;
   for (size_t i = 0; i < planes.size(); ++i) {
-    const size_t layer = first_layer + i / 2;
-    const uint64_t window = shape.windows.empty() ? 0 : shape.windows[layer];
+    const auto layer = static_cast<uint32_t>(first_layer + i / 2);
+    const bool is_state = layer == shape.num_layers;
+    const uint64_t window = shape.window_of(layer);
     const uint64_t least = window == 0 ? num_tokens : std::min(num_tokens, window - 1);
-    const uint64_t most = exactly ? least : num_tokens;
+    const uint64_t most = exactly || is_state ? least : num_tokens;
     if (planes[i].num_tokens < least || planes[i].num_tokens > most) {
       throw std::invalid_argument("KVStore: layer " + std::to_string(layer) + " has " +
                                   std::to_string(planes[i].num_tokens) +
-                                  (i % 2 == 0 ? " keys" : " values") + "; expected " +
+                                  (is_state     ? " states"
+                                   : i % 2 == 0 ? " keys"
+                                                : " values") +
+                                  "; expected " +
                                   (least == most ? "" : std::to_string(least) + " to ") +
                                   std::to_string(most));
     }
@@ -213,7 +221,7 @@ bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, 
   drop_superseded(id, parent, tokens);
   touch(id);
   ++stats_.puts;
-  stats_.bytes_written += layout_.image_bytes(step.count);
+  stats_.bytes_written += layout_.image_bytes(step.count, step.usable_from);
   return true;
 }
 
@@ -225,7 +233,7 @@ bool StoreEngine::put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
     const std::vector<Step> steps = plan(keys, planes, options, &anchor);
     if (steps.empty()) return true;
     uint64_t bytes = 0;
-    for (const Step& step : steps) bytes += space_.space_of(step.count);
+    for (const Step& step : steps) bytes += space_.space_of(step.count, step.usable_from);
     if (attempt == 0) space_.look_for_space(bytes);
     if (attempt == 0 && space_.disk_is_full()) ++attempt;
     const uint64_t anchor_sequence = anchor == kNoEntry ? 0 : prefixes_[anchor].sequence;
@@ -297,7 +305,7 @@ uint64_t StoreEngine::acknowledge(Lock& lock, PrefixKeys& keys, bool had_space) 
 uint64_t StoreEngine::put(const Scope& scope, std::span<const int32_t> tokens,
                           std::span<const TensorPlane> planes, const PutOptions& options) {
   check_token_ids(tokens);
-  check_planes(layout_, planes, 0, layout_.shape.num_layers, tokens.size(), false);
+  check_planes(layout_, planes, 0, layout_.shape.num_layers_with_state(), tokens.size(), false);
   PrefixKeys keys = keys_of(root(scope), tokens);
   keys.whole();  // hashed before others have to wait
   Lock lock(mutex_);

@@ -30,7 +30,7 @@ uint64_t StoreEngine::commit_session(const Scope& scope, const std::string& name
                                 " tokens; expected at most the session's " +
                                 std::to_string(tokens.size()));
   }
-  check_planes(layout_, planes, 0, layout_.shape.num_layers, num_computed, false);
+  check_planes(layout_, planes, 0, layout_.shape.num_layers_with_state(), num_computed, false);
   PrefixKeys keys = keys_of(root(scope), tokens.first(num_computed));
   keys.whole();  // hashed before others have to wait
   Lock lock(mutex_);

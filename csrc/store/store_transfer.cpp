@@ -120,7 +120,7 @@ VerifyReport StoreEngine::verify(const Progress& progress) {
   bool goes_on = true;
   for (size_t i = 0; i < rows.size() && (goes_on = progress(i, rows.size())); ++i) {
     const AreaRow& row = rows[i];
-    const auto image = staging.resized(layout_.image_bytes(row.count));
+    const auto image = staging.resized(layout_.image_bytes(row.count, row.usable_from));
     int error = 0;
     const bool whole = read_whole(layout_, *slabs_, row, image, &error).has_value();
     ++report.entries;
@@ -184,7 +184,7 @@ void StoreEngine::backup(const std::string& directory, const Progress& progress)
       if (!progress(i, rows.size())) {
         throw StoreError(ErrorKind::kUnusable, "backup: interrupted");
       }
-      const auto image = staging.resized(layout_.image_bytes(rows[i].count));
+      const auto image = staging.resized(layout_.image_bytes(rows[i].count, rows[i].usable_from));
       // A slot that cannot be read is damaged there as it is here.
       if (slabs_->read(rows[i].area, 0, image.data(), image.size()) != 0) continue;
       check_errno(copies.write(rows[i].area, image.data(), image.size()), "backup: cannot write to",
@@ -247,7 +247,7 @@ void StoreEngine::export_to(const std::string& path, const Scope* scope, const s
       throw StoreError(ErrorKind::kUnusable, "export: interrupted");
     }
     const AreaRow& row = rows[i];
-    const auto image = staging.resized(layout_.image_bytes(row.count));
+    const auto image = staging.resized(layout_.image_bytes(row.count, row.usable_from));
     // Damaged, or evicted meanwhile; what continues it finds no parent at the import.
     if (!read_whole(layout_, *slabs_, row, image, &error).has_value()) continue;
     out.record(kEntryRecord, image);

@@ -219,11 +219,13 @@ class LimitedStore:
     def _new_bytes(self, stored: int, total: int) -> int:
         """Return an upper bound in bytes of the slots of tokens [stored, total)."""
         chunk = self.native.chunk_tokens
-        tokens, size = total - stored // chunk * chunk, 0
-        if tokens >= chunk:
-            size = tokens // chunk * _whole_pages(self.native.image_bytes(chunk))
-        if tokens % chunk:
-            size += _whole_pages(self.native.image_bytes(tokens % chunk))
+        tokens = total - stored // chunk * chunk
+        if tokens == 0:
+            return 0
+        full, last = (tokens - 1) // chunk, (tokens - 1) % chunk + 1  # a state is in the last one
+        size = _whole_pages(self.native.image_bytes(last))
+        if full:
+            size += full * _whole_pages(self.native.image_bytes(chunk, with_state=False))
         return size
 
     def _stored(

@@ -85,6 +85,7 @@ def open_at_once(
         head_size=row_size,
         element_size=dtype.itemsize,
         windows=[window or 0 for window in fingerprint.windows or ()],
+        state_bytes=fingerprint.state_bytes,
         readonly=readonly,
         **asdict(options),
     )

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -22,12 +23,28 @@ _LEAST_BYTES = 1 << 16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def _places(counts: Sequence[int], fingerprint: Fingerprint) -> tuple[list[int], int]:
-    """Where planes of so many tokens begin, and where the last one ends."""
+class _Place(NamedTuple):
+    """Where a plane, [heads, count, width], of so many tokens begins."""
+
+    begin: int
+    heads: int
+    tokens: int
+    width: int
+    dtype: torch.dtype
+
+
+def _places(counts: Sequence[int], fingerprint: Fingerprint) -> tuple[list[_Place], int]:
+    """Places of planes of so many tokens, and where the last one ends."""
+    dtype, width = fingerprint.stored_row
     places, end = [], 0
-    for count in counts:
-        places.append(end)
-        end += -(-count * fingerprint.token_bytes // _ALIGNMENT) * _ALIGNMENT
+    for plane, count in enumerate(counts):
+        if plane < 2 * fingerprint.num_layers:
+            place = _Place(end, fingerprint.num_kv_heads, count, width, dtype)
+        else:
+            place = _Place(end, 1, count, fingerprint.state_bytes, torch.uint8)
+        places.append(place)
+        size = place.heads * count * place.width * place.dtype.itemsize
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
     return places, end
 
 
@@ -45,13 +62,10 @@ class GivenMemory:
         descriptor = None
         if size > self._size or not self._size:
             descriptor = self._grow(size)
-        heads = self._fingerprint.num_kv_heads
-        dtype, width = self._fingerprint.stored_row
-        item = dtype.itemsize
-        for place, count, tensor in zip(places, counts, planes.tensors, strict=True):
-            begin = place // item
-            flat = self._elements[begin : begin + heads * count * width]
-            flat.view(heads, count, width).copy_(tensor)
+        for place, tensor in zip(places, planes.tensors, strict=True):
+            size = tensor.numel() * tensor.itemsize
+            flat = self._bytes[place.begin : place.begin + size].view(place.dtype)
+            flat.view(place.heads, place.tokens, place.width).copy_(tensor)
         return descriptor
 
     def _grow(self, size: int) -> int:
@@ -61,7 +75,7 @@ class GivenMemory:
             os.ftruncate(descriptor, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             memory = mmap.mmap(descriptor, size)
-            self._elements = torch.frombuffer(memory, dtype=self._fingerprint.stored_row[0])
+            self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         except BaseException:
             os.close(descriptor)
             raise
@@ -99,10 +113,10 @@ class TakenMemory:
         places, size = _places(counts, self._fingerprint)
         if size > self._size:
             raise ValueError("more planes than memory")
-        dtype, width = self._fingerprint.stored_row
-        item = dtype.itemsize
-        token = width * item
-        return [
-            Plane(self._address + place, count * token, token, item, count)
-            for place, count in zip(places, counts, strict=True)
-        ]
+        return [_plane_at(self._address, place) for place in places]
+
+
+def _plane_at(address: int, place: _Place) -> Plane:
+    item = place.dtype.itemsize
+    token = place.width * item
+    return Plane(address + place.begin, place.tokens * token, token, item, place.tokens)

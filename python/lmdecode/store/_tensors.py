@@ -75,15 +75,15 @@ class Planes(list[Plane]):
     def checked(kv: Sequence[tuple[Tensor, ...]], fingerprint: Fingerprint, what: str) -> Planes:
         """Take a cache from a caller; the number of tokens is checked by the library."""
         layers = checked_cache(kv, fingerprint, what)
+        states = [layers.pop()[0]] if fingerprint.state_size else []
         if fingerprint.scale_dtype is None:
-            return Planes([tensor for layer in layers for tensor in layer])
-        return Planes(
-            [
-                _packed(plane, scales)
-                for layer in layers
-                for plane, scales in zip(layer[:2], layer[2:], strict=True)
-            ]
-        )
+            return Planes([tensor for layer in layers for tensor in layer] + states)
+        planes = [
+            _packed(plane, scales)
+            for layer in layers
+            for plane, scales in zip(layer[:2], layer[2:], strict=True)
+        ]
+        return Planes(planes + states)
 
     @property
     def counts(self) -> list[int]:
@@ -107,6 +107,8 @@ def checked_cache(
 ) -> list[list[Tensor]]:
     """Take a cache from a caller: of each layer K, V and, where there are, their scales.
 
+    Behind them stands the state, as a plane of bytes, [1, 1, state_bytes], where there is one.
+
     Raises
     ------
     ValueError, TypeError
@@ -116,11 +118,14 @@ def checked_cache(
         raise TypeError(
             f"{what}: kv is {type(kv).__name__}; expected a sequence of (K, V), one a layer"
         )
-    if len(kv) != fingerprint.num_layers:
-        raise ValueError(f"{what}: kv has {len(kv)} layers; expected {fingerprint.num_layers}")
+    if len(kv) != fingerprint.num_entries:
+        state = ", and the state behind them" if fingerprint.state_size else ""
+        raise ValueError(
+            f"{what}: kv has {len(kv)} layers; expected {fingerprint.num_layers}{state}"
+        )
     names = _NAMES[:2] if fingerprint.scale_dtype is None else _NAMES
     layers = []
-    for layer, tensors in enumerate(kv):
+    for layer, tensors in enumerate(kv[: fingerprint.num_layers]):
         if not isinstance(tensors, Sequence) or len(tensors) != len(names):
             came = type(tensors).__name__
             if isinstance(tensors, Sequence):
@@ -138,7 +143,35 @@ def checked_cache(
                     f"{plane.shape[1]}"
                 )
         layers.append(checked)
+    if fingerprint.state_size:
+        layers.append([_checked_state(kv[-1], fingerprint, what)])
     return layers
+
+
+def _checked_state(entry: object, fingerprint: Fingerprint, what: str) -> Tensor:
+    """Take (state,), [state_size] float32, or [0] behind no tokens; return its bytes."""
+    size = fingerprint.state_size
+    if not isinstance(entry, Sequence) or len(entry) != 1:
+        raise ValueError(f"{what}: kv[-1] is {type(entry).__name__}; expected (state,)")
+    state = entry[0]
+    if not isinstance(state, Tensor):
+        raise TypeError(f"{what}: the state is {type(state).__name__}; expected a tensor")
+    if list(state.shape) not in ([size], [0]) or state.dtype != torch.float32:
+        raise ValueError(
+            f"{what}: the state is {state.dtype} of shape {list(state.shape)}; expected float32 "
+            f"of shape [{size}]"
+        )
+    if state.layout != torch.strided or state.device.type != "cpu" or not state.is_contiguous():
+        raise ValueError(
+            f"{what}: the state is a {state.layout} tensor on {state.device}; expected one on the "
+            "CPU whose elements lie side by side"
+        )
+    return state_plane(state)
+
+
+def state_plane(state: Tensor) -> Tensor:
+    """Return the bytes of a state, [1, 1, state_bytes]; of [0] those of no token, [1, 0, 0]."""
+    return state.detach().view(torch.uint8).view(1, min(1, len(state)), -1 if len(state) else 0)
 
 
 def _checked_tensor(
@@ -186,33 +219,39 @@ def _packed(plane: Tensor, scales: Tensor) -> Tensor:
 
 
 def unpacked(
-    cache: Sequence[tuple[Tensor, Tensor]], fingerprint: Fingerprint
+    cache: Sequence[tuple[Tensor, ...]], fingerprint: Fingerprint
 ) -> list[tuple[Tensor, ...]]:
-    """Return (K, V), or (K, V, K's scales, V's scales), of planes as they are stored.
+    """Return (K, V), or (K, V, K's scales, V's scales), of planes as they are stored; or (state,).
 
     K and V are views of them; scales are not.
     """
+    return [_unpacked_entry(planes, fingerprint) for planes in cache]
+
+
+def _unpacked_entry(planes: tuple[Tensor, ...], fingerprint: Fingerprint) -> tuple[Tensor, ...]:
     scale_dtype, size = fingerprint.scale_torch_dtype, fingerprint.head_size
+    if len(planes) == 1:
+        return (planes[0].view(-1).view(torch.float32),)
     if scale_dtype is None:
-        return list(cache)
-    layers = []
-    for pair in cache:
-        numbers = [plane[..., :size].view(fingerprint.torch_dtype) for plane in pair]
-        scales = [plane[..., size:].contiguous().view(scale_dtype)[..., 0] for plane in pair]
-        layers.append((*numbers, *scales))
-    return layers
+        return planes
+    numbers = [plane[..., :size].view(fingerprint.torch_dtype) for plane in planes]
+    scales = [plane[..., size:].contiguous().view(scale_dtype)[..., 0] for plane in planes]
+    return (*numbers, *scales)
 
 
 def empty_cache(
     fingerprint: Fingerprint, layers: range, num_tokens: int, by_column: bool
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[tuple[Tensor, ...]]:
     """Return uninitialised tensors for planes of a prefix, as they are stored.
 
-    A layer with a window has its last window - 1 tokens.
+    A layer with a window has its last window - 1 tokens. Behind the last layer stands the state.
     """
     heads, (dtype, size) = fingerprint.num_kv_heads, fingerprint.stored_row
-    cache = []
+    cache: list[tuple[Tensor, ...]] = []
     for layer in layers:
+        if layer == fingerprint.num_layers:
+            cache.append((torch.empty(1, 1, fingerprint.state_bytes, dtype=torch.uint8),))
+            continue
         window = fingerprint.windows[layer] if fingerprint.windows else None
         count = num_tokens if window is None else min(num_tokens, window - 1)
         keys = torch.empty(heads, count, size, dtype=dtype)

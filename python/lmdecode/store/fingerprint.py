@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lmdecode._checks import check_int, type_error
+from lmdecode._checks import check_int, is_int, type_error
 from lmdecode._memory import bytes_of
 from lmdecode.store.weights_mark import weights_mark
 
@@ -20,6 +20,8 @@ _DTYPES = {
     "int8": torch.int8, "uint8": torch.uint8,
 }  # fmt: skip
 _SCALE_DTYPES = ("float32", "float16", "bfloat16")
+# Fields that stores were made without, and what they say where they are left out.
+_LATER = {"scale_dtype": None, "state_size": 0}
 # Of a configuration: names of places and versions, what is written when a model is saved, and what
 # a forward pass returns. None of these changes a key or a value; the dtypes of the weights are
 # hashed with the weights.
@@ -130,6 +132,10 @@ class Fingerprint:
         Which part of the heads this is.
     tokenizer_hash
         Names the tokenizer, where token ids alone do not say what was computed.
+    state_size
+        Float32 numbers of the state behind a prefix, of layers that keep one beside those with
+        keys and values. What is stored of a prefix ends with (state,), [state_size] float32, and
+        a prefix is found where a state was stored. 0: there is none.
     mark
         ``weights_mark`` of the model, by which a store notices another model of the same shape;
         None: that of the first model that uses the store. Like the next two it is no part of what
@@ -145,7 +151,7 @@ class Fingerprint:
     Raises
     ------
     ValueError
-        A number that is no int or below 1, an unknown dtype, windows that are not one a layer, or
+        A number that is no int or too small, an unknown dtype, windows that are not one a layer, or
         a ``scale_dtype`` beside a dtype that has no scales.
     """
 
@@ -161,6 +167,7 @@ class Fingerprint:
     tensor_parallel_rank: int = 0
     tokenizer_hash: str | None = None
     scale_dtype: str | None = None
+    state_size: int = 0
     mark: str | None = field(default=None, compare=False)
     model_name: str | None = field(default=None, compare=False)
     revision: str | None = field(default=None, compare=False)
@@ -184,6 +191,10 @@ class Fingerprint:
                 )
         for name in ("num_layers", "num_kv_heads", "head_size"):
             object.__setattr__(self, name, _at_least_1(name, getattr(self, name)))
+        if not is_int(self.state_size) or self.state_size < 0:
+            raise ValueError(
+                f"Fingerprint: state_size is {self.state_size!r}; expected an int, at least 0"
+            )
         window = self.window
         if isinstance(window, Iterable):
             window = tuple(None if one is None else _at_least_1("window", one) for one in window)
@@ -204,6 +215,16 @@ class Fingerprint:
         if isinstance(self.window, int):
             return (self.window,) * self.num_layers
         return self.window if any(self.window) else None
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of a cache: its layers and, where there is one, the state."""
+        return self.num_layers + (self.state_size > 0)
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether a prefix is found only where something that was stored ends."""
+        return self.windows is not None or self.state_size > 0
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -231,11 +252,17 @@ class Fingerprint:
         dtype, size = self.stored_row
         return self.num_kv_heads * size * dtype.itemsize
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state; 0 where there is none."""
+        return self.state_size * torch.float32.itemsize
+
     def encoded(self) -> bytes:
         """Return the fields as canonical JSON: equal for equal fingerprints alone."""
         content = self._compared()
-        if self.scale_dtype is None:  # as before there was such a field: stores keep their names
-            del content["scale_dtype"]
+        for name, left_out in _LATER.items():  # stores keep their names
+            if content[name] == left_out:
+                del content[name]
         return _json(content).encode()
 
     def _compared(self) -> dict[str, Any]:
@@ -252,8 +279,10 @@ class Fingerprint:
         """
         content = json.loads(data)
         names = {f.name for f in fields(Fingerprint) if f.compare}
-        if isinstance(content, dict) and content.get("scale_dtype") is None:
-            names.remove("scale_dtype")
+        if isinstance(content, dict):
+            names -= {
+                name for name, left_out in _LATER.items() if content.get(name, left_out) == left_out
+            }
         if not isinstance(content, dict) or set(content) != names:
             raise ValueError("Fingerprint: not the fields of one")
         return Fingerprint(**content)

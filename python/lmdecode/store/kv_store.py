@@ -97,7 +97,8 @@ class KVStore(Prefixes):
         "column": values have the token index fastest, [num_kv_heads, head_size, tokens]. "row":
         the layout of keys.
     chunk_tokens
-        Tokens per slot. None: enough that a slot has at least 1 MiB.
+        Tokens per slot. None: enough that its keys and values have at least 1 MiB, and as much as
+        a state.
     quota_bytes
         Limit of this tenant's slots; None: no limit.
     idle_seconds
@@ -127,7 +128,7 @@ class KVStore(Prefixes):
     OSError
         The directory cannot be created, read or written. ENOSPC: no space for a new store.
     ValueError
-        A wrong argument; capacity below one slot; ``remote`` with ``readonly``.
+        A wrong argument; capacity below one slot; ``remote`` with ``readonly`` or with states.
     TypeError
         ``fingerprint`` is no ``Fingerprint``; ``remote`` is neither a URL nor a ``Remote``;
         ``capacity_bytes`` or ``chunk_tokens`` is no int.
@@ -179,6 +180,11 @@ class KVStore(Prefixes):
             chunk_tokens = check_int("KVStore", "chunk_tokens", chunk_tokens, 1, _MAX_CHUNK_TOKENS)
         if readonly and remote is not None:
             raise ValueError("KVStore: remote with readonly=True; only a store that writes fetches")
+        if remote is not None and fingerprint.state_size:
+            raise ValueError(
+                "KVStore: remote with a fingerprint that has states; expected None, as a second "
+                "tier does not hold states"
+            )
         if isinstance(remote, str):
             remote = Remote(url=remote)
         elif remote is not None and not isinstance(remote, Remote):
@@ -241,6 +247,11 @@ class KVStore(Prefixes):
     def readonly(self) -> bool:
         """Whether the store only reads."""
         return self._engine.readonly
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a full slot."""
+        return int(self._engine.native.chunk_tokens)
 
     @property
     def slot_bytes(self) -> int:

@@ -13,7 +13,14 @@ from torch import Tensor
 from lmdecode.store._engine import Engine
 from lmdecode.store._native import Hit as NativeHit
 from lmdecode.store._native import PutOptions, Scope
-from lmdecode.store._tensors import Planes, checked_cache, empty_cache, token_ids, unpacked
+from lmdecode.store._tensors import (
+    Planes,
+    checked_cache,
+    empty_cache,
+    state_plane,
+    token_ids,
+    unpacked,
+)
 from lmdecode.store.fingerprint import Fingerprint
 
 KV = list[tuple[Tensor, ...]]
@@ -143,7 +150,7 @@ class Prefixes:
         loaded = unpacked(cache, of)
         for target, tensors in zip(targets, loaded, strict=False):
             for to, tensor in zip(target, tensors, strict=True):
-                to.copy_(tensor)
+                to.copy_(tensor if to.dtype == tensor.dtype else state_plane(tensor))
         return out or loaded
 
     @overload
@@ -175,17 +182,18 @@ class Prefixes:
         list of (K, V) or None
             One pair a layer, [num_kv_heads, hit.num_tokens, head_size]; a layer with a window has
             its last window - 1 tokens. V has the strides of ``v_layout``. Of a fingerprint with
-            scales (K, V, K's scales, V's scales), scales [num_kv_heads, tokens]. None: a miss after
+            scales (K, V, K's scales, V's scales), scales [num_kv_heads, tokens]. Of one with
+            states (state,) behind the last layer, [state_size] float32. None: a miss after
             all, for a slot that was damaged or has been given to another prefix; it was dropped, so
             that the next ``lookup`` finds what is left.
         """
-        layers = range(self.fingerprint.num_layers)
+        layers = range(self.fingerprint.num_entries)
         if background:
             return self._engine.submit(self._load, hit, layers, out)
         return self._load(hit, layers, out)
 
     def load_layers(self, hit: Hit, *, ahead: int = 2) -> Iterator[tuple[Tensor, ...]]:
-        """Yield (K, V) layer by layer, while the next ones are read.
+        """Yield (K, V) layer by layer, then the state, while the next ones are read.
 
         Raises
         ------
@@ -195,7 +203,7 @@ class Prefixes:
         """
         if ahead < 1:
             raise ValueError(f"load_layers: ahead is {ahead}; expected 1 or more")
-        count = self.fingerprint.num_layers
+        count = self.fingerprint.num_entries
         coming: list[Future[KV | None]] = []
         for layer in range(count + ahead):
             if layer < count:
@@ -209,6 +217,14 @@ class Prefixes:
     def _put(self, ids: memoryview, planes: Planes, scope: Scope, put: PutOptions) -> int:
         stored = self._engine.native.put(scope, ids, planes, put)
         self._written(scope, ids, stored, stored < len(ids))
+        return stored
+
+    def _put_each(
+        self, prefixes: list[tuple[memoryview, Planes]], scope: Scope, put: PutOptions
+    ) -> int:
+        stored = 0
+        for ids, planes in prefixes:
+            stored = self._put(ids, planes, scope, put)
         return stored
 
     def _written(self, scope: Scope, ids: memoryview, stored: int, declined: bool) -> None:
@@ -267,7 +283,8 @@ class Prefixes:
             (K, V) of each layer, [num_kv_heads, n, head_size] or [1, num_kv_heads, n, head_size],
             any strides; a layer with a window may have only its last tokens, at least
             window - 1. Of a fingerprint with scales (K, V, K's scales, V's scales), scales
-            [num_kv_heads, n] or [num_kv_heads, n, 1].
+            [num_kv_heads, n] or [num_kv_heads, n, 1]. Of one with states (state,) behind the last
+            layer, [state_size] float32: that behind the n tokens.
         context
             See ``lookup``.
         ttl
@@ -290,6 +307,29 @@ class Prefixes:
             return self._engine.submit(self._put, ids, planes, scope, options)
         return self._put(ids, planes, scope, options)
 
+    def put_each(
+        self, prefixes: Sequence[tuple[Sequence[int] | Tensor, Sequence[tuple[Tensor, ...]]]]
+    ) -> Future[int]:
+        """Store several prefixes in the background, one after the other.
+
+        Parameters
+        ----------
+        prefixes
+            (tokens, kv) of each, as for ``put``: of one text the shorter ones first, so that
+            nothing is written twice. The tensors must not change before it is done.
+
+        Returns
+        -------
+        Future of int
+            How many leading tokens of the last one are stored.
+        """
+        checked = [
+            (token_ids(tokens, "put_each"), Planes.checked(kv, self.fingerprint, "put_each"))
+            for tokens, kv in prefixes
+        ]
+        scope, options = self._scope(b""), self._put_options(None, False)
+        return self._engine.submit(self._put_each, checked, scope, options)
+
     def pin(self, hit: Hit, pinned: bool = True) -> None:
         """Never evict a prefix, or do so again."""
         if hit._native is not None:
@@ -302,6 +342,7 @@ class Prefixes:
         """
         fingerprint = self.fingerprint
         num_bytes = hit.num_tokens * fingerprint.num_layers * 2 * fingerprint.token_bytes
+        num_bytes += fingerprint.state_bytes
         return self._engine.costs.should_load(hit.num_tokens, num_bytes)
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:

@@ -43,7 +43,8 @@ TEST(a_flipped_bit_of_a_slot_is_a_miss_and_the_rest_goes_on) {
   std::vector<uint64_t> bytes = {0,  7,  8,  12,  16,  24,  32,  36,  40,  44,   48,
                                  56, 79, 88, 119, 120, 135, 136, 151, 152, 1000, 4095};
   for (uint32_t plane = 0; plane < slot.shape.num_planes(); ++plane) {
-    for (const uint64_t byte : {uint64_t{0}, slot.plane_bytes(4) / 2, slot.plane_bytes(4) - 1}) {
+    for (const uint64_t byte :
+         {uint64_t{0}, slot.plane_bytes(plane, 4) / 2, slot.plane_bytes(plane, 4) - 1}) {
       bytes.push_back(slot.plane_offset(plane, 4) + byte);
     }
   }

@@ -25,7 +25,7 @@ std::vector<Entry> images(StoreEngine& engine, const Tokens& tokens) {
   const Hit hit = engine.peek({}, tokens);
   std::vector<Entry> result;
   for (const AreaRow& row : engine.entries_of(hit)) {
-    Entry entry{row.key, Image(engine.layout().image_bytes(row.count))};
+    Entry entry{row.key, Image(engine.layout().image_bytes(row.count, row.usable_from))};
     if (!engine.read_image(hit, result.size(), entry.image)) break;
     result.push_back(std::move(entry));
   }
@@ -117,7 +117,7 @@ TEST(a_flipped_bit_is_refused_or_changes_nothing) {
   }
   CHECK(taken > 0);
   const uint64_t planes = engine->layout().plane_offset(0, 4);
-  for (uint64_t at = planes; at < planes + engine->layout().plane_bytes(4); ++at) {
+  for (uint64_t at = planes; at < planes + engine->layout().plane_bytes(0, 4); ++at) {
     SimulatedDisk other_disk;
     if (at % 16 != 0) continue;
     const auto other = StoreEngine::open(small::options(other_disk, 4));

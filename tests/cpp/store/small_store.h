@@ -1,7 +1,9 @@
 // A store small enough to be opened ten thousand times, and caches whose every number follows from
-// the tokens, so that a wrong byte is known without keeping the right ones.
+// the tokens, so that a wrong byte is known without keeping the right ones. Built with
+// LMD_STORE_STATES, the model keeps a state beside them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -13,13 +15,19 @@
 namespace lmdecode::store::small {
 
 constexpr uint32_t kLayers = 2, kHeads = 1, kHeadSize = 4, kChunk = 4;
+#if defined(LMD_STORE_STATES)
+constexpr uint32_t kStateBytes = 100;
+#else
+constexpr uint32_t kStateBytes = 0;
+#endif
+constexpr uint32_t kLoaded = kLayers + (kStateBytes > 0 ? 1 : 0);
 constexpr const char* kDirectory = "/store/fingerprint";
 
 inline StoreOptions options(FileSystem& disk, uint32_t areas, bool relaxed = false) {
   StoreOptions settings;
   settings.directory = kDirectory;
   settings.fingerprint = "small";
-  settings.shape = {kLayers, kHeads, kHeadSize, 4, {}};
+  settings.shape = {kLayers, kHeads, kHeadSize, 4, {}, kStateBytes};
   settings.chunk_tokens = kChunk;
   const SlotLayout layout{settings.shape, kChunk, true};
   settings.capacity_bytes = areas * layout.slot_bytes();
@@ -42,13 +50,14 @@ inline uint32_t element(const Digest& prefix, uint32_t plane, uint32_t index) {
   return words[(plane + index) % 8] * 2654435761u + plane * 40503u + index;
 }
 
-// Keys and values of all layers, [heads, tokens, head_size] each.
+// Keys and values of all layers, [heads, tokens, head_size] each, and the state behind the tokens.
 class Cache {
  public:
   explicit Cache(uint64_t tokens) : tokens_(tokens) {
     for (uint32_t plane = 0; plane < 2 * kLayers; ++plane) {
       data_.emplace_back(kHeads * tokens * kHeadSize);
     }
+    if (kStateBytes > 0) data_.emplace_back(kStateBytes / 4);
   }
   static Cache of(const std::vector<int32_t>& tokens) {
     Cache cache(tokens.size());
@@ -62,15 +71,21 @@ class Cache {
         }
       }
     }
+    for (uint32_t i = 0; i < kStateBytes / 4 && !tokens.empty(); ++i) {
+      cache.data_.back()[i] = element(prefix, 2 * kLayers, i);
+    }
     return cache;
   }
   std::vector<TensorPlane> planes() {
     std::vector<TensorPlane> result;
     const auto tokens = static_cast<int64_t>(tokens_);
     for (auto& plane : data_) {
-      result.push_back({reinterpret_cast<char*>(plane.data()),
-                        {4 * kHeadSize * tokens, 4 * kHeadSize, 4},
-                        tokens_});
+      auto* const data = reinterpret_cast<char*>(plane.data());
+      if (result.size() < 2 * kLayers) {
+        result.push_back({data, {4 * kHeadSize * tokens, 4 * kHeadSize, 4}, tokens_});
+      } else {
+        result.push_back({data, {kStateBytes, kStateBytes, 1}, std::min<uint64_t>(tokens_, 1)});
+      }
     }
     return result;
   }
@@ -91,7 +106,7 @@ inline Found check_prefix(StoreEngine& engine, const std::vector<int32_t>& token
   if (hit.num_tokens() == 0) return Found::kMiss;
   const std::vector<int32_t> prefix(tokens.begin(), tokens.begin() + hit.num_tokens());
   Cache loaded(hit.num_tokens());
-  if (!engine.load(hit, 0, kLayers, loaded.planes())) {
+  if (!engine.load(hit, 0, kLoaded, loaded.planes())) {
     if (num_tokens != nullptr) *num_tokens = 0;
     return Found::kMiss;
   }

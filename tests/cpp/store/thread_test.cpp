@@ -68,7 +68,7 @@ void hammer(uint32_t areas, bool relaxed) {
     engine->close();
   }
   CHECK_EQ(wrong.load(), 0u);
-  CHECK(right.load() > 50);
+  CHECK(right.load() > (small::kStateBytes > 0 ? 5 : 50));  // a state is found where it was stored
   const auto again = StoreEngine::open(small::options(disk, areas));
   const VerifyReport report = again->verify([](uint64_t, uint64_t) { return true; });
   CHECK_EQ(report.damage.size(), 0u);
@@ -100,7 +100,7 @@ TEST(threads_pass_entries_to_another_store) {
         const Hit hit = engines[0]->peek({}, tokens);
         size_t index = 0;
         for (const AreaRow& row : engines[0]->entries_of(hit)) {
-          std::vector<uint8_t> image(engines[0]->layout().image_bytes(row.count));
+          std::vector<uint8_t> image(engines[0]->layout().image_bytes(row.count, row.usable_from));
           if (!engines[0]->read_image(hit, index++, image)) break;
           if (!engines[1]->insert_image({}, row.key, image, {})) break;
           ++passed;
@@ -201,7 +201,7 @@ TEST(a_slot_reused_under_a_reader_is_a_miss) {
   CHECK_EQ(hit.num_tokens(), 3u);
   for (int32_t i = 0; i < 4; ++i) small::put(*writer, {9, i, 7});
   small::Cache loaded(3);
-  CHECK(!reader->load(hit, 0, small::kLayers, loaded.planes()));
+  CHECK(!reader->load(hit, 0, small::kLoaded, loaded.planes()));
   CHECK_EQ(reader->stats().damaged, 0u);
   CHECK(small::check_prefix(*reader, {9, 3, 7}) == Found::kRight);
 }
