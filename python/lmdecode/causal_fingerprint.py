@@ -55,22 +55,21 @@ def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
             "decoder-only model, or generate_with_store"
         )
     config = packed.config
-    if packed.state_size:
-        raise ValueError(
-            "Decoding: layers of the model keep a state, which a store has no place for; expected "
-            "a model all of whose layers have attention"
-        )
     kind, row_size = row_format(config.head_size, decoding.cache_dtype)
     kind = torch.uint8 if kind == torch.int8 else kind  # as CausalCaches.read has it
+    windows = [
+        window for window, mixer in zip(config.windows, config.mixers, strict=True) if mixer is None
+    ]
     return Fingerprint(
         model_id=decoding.model_class or type(config).__name__,
         weights_hash=weights_hash(packed),
         dtype=str(kind),
-        num_layers=config.num_layers,
+        num_layers=len(windows),  # of those with keys and values
         num_kv_heads=config.num_kv_heads,
         head_size=row_size,
         rope={"size": config.rotary_size, "of_layers": list(config.rotary)},
-        window=config.windows if any(config.windows) else None,
+        window=tuple(windows) if any(windows) else None,
+        state_size=packed.state_size,
         # Keys are turned; bits are those of a format of weights at a level of the CPU.
         layout=f"lmdecode.decoding.{_BITS}/{packed.weight_format}/{cpu_capability()}",
         tokenizer_hash=hash_vocabulary(tokenizer),

@@ -13,8 +13,9 @@ import pytest
 
 import lmdecode
 from lmdecode.__main__ import main
+from tests.support.causal_models import model_of, random_config
 
-__all__ = ["KJV", "TEMPLATES", "chat", "saved_model", "talk_of"]
+__all__ = ["KJV", "TEMPLATES", "chat", "model_with_states", "saved_model", "talk_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 KJV = ROOT / "examples" / "kjv_mistral" / "model"
@@ -30,6 +31,18 @@ def saved_model(folder: Path, template: str | None = None, dtype: str = "int8") 
     lmdecode.Decoding.from_pretrained(source, dtype, keep_model=False).save(folder / "saved")
     shutil.rmtree(source)
     return folder / "saved"
+
+
+def model_with_states(folder: Path) -> Path:
+    """Write a model of transformers whose layers keep states, with random weights."""
+    shutil.copytree(KJV, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    config = random_config(
+        "lfm2", "convolutions at the ends", vocab_size=4096, max_position_embeddings=4096,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    model_of(config).save_pretrained(folder)
+    shutil.copy(KJV / "generation_config.json", folder)
+    return folder
 
 
 def chat(

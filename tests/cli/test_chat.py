@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+import lmdecode
 from lmdecode.cli.talk import Talk, TalkFile
-from tests.cli.talking import KJV, TEMPLATES, chat, saved_model, talk_of
+from tests.cli.talking import KJV, TEMPLATES, chat, model_with_states, saved_model, talk_of
 from tests.support.processes import run_python
 
 transformers = pytest.importorskip("transformers")
@@ -86,6 +87,27 @@ def test_a_talk_without_a_template(
     assert prompts == [
         tokenizer(first).input_ids, tokenizer(f"{first}{said}\n{second}").input_ids
     ]  # fmt: skip
+
+
+def test_a_model_whose_layers_keep_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next process finds the talk in the store, and answers as one that read it anew."""
+    model = model_with_states(tmp_path / "model")
+    requests = list[lmdecode.Request]()
+    submit = lmdecode.Engine.submit
+
+    def noted(self: Any, *arguments: Any, **options: Any) -> lmdecode.Request:
+        requests.append(submit(self, *arguments, **options))
+        return requests[-1]
+
+    monkeypatch.setattr(lmdecode.Engine, "submit", noted)
+    options = [model, "--max-tokens", 5, "--temperature", 0]
+    lines, stored = [" ".join(LINES) * 4, LINES[1]], 0
+    for line in lines:
+        prompt = chat(monkeypatch, [line], *options, "--store", tmp_path / "store")[0]
+        assert requests[-1].stats.cached_tokens == stored
+        stored = len(prompt) - 1
+    chat(monkeypatch, lines, *options, "--store", tmp_path / "other")
+    assert talk_of(tmp_path / "store") == talk_of(tmp_path / "other")
 
 
 def test_bytes_that_are_no_utf8_do_not_end_a_talk(

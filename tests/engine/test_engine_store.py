@@ -15,7 +15,12 @@ from lmdecode.store import FingerprintMismatchError
 from tests.engine.engine_cases import CAPACITY, greedy, is_whole, outcome, run
 from tests.support.causal_models import random_model, random_tokens
 
-MODELS = {"llama": ("llama", "plain"), "windows": ("gemma2", "plain")}
+MODELS = {
+    "llama": ("llama", "plain"),
+    "windows": ("gemma2", "plain"),
+    "convolutions": ("lfm2", "convolutions at the ends"),
+    "delta rule": ("qwen3_5_text", "delta rule last, biases"),
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -81,6 +86,30 @@ def test_the_longest_of_what_there_is(decoding: lmdecode.Decoding, tmp_path: Pat
             assert request.result().tokens == greedy(decoding, prompt, 5)
             engine.stop()
     assert request.stats.cached_tokens in (64, 80, 84, 0)
+
+
+@pytest.mark.parametrize("kind", ["convolutions", "delta rule"])
+def test_a_beginning_is_found_at_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Layers with a state: several prompts at once, which others begin with in another engine."""
+    decoding = lmdecode.Decoding.from_pretrained(random_model(*MODELS[kind]))
+    system = random_tokens(600, 0).tolist()
+    prompts = [[*system, *random_tokens(n, n).tolist()] for n in (9, 60)]
+    others = [[*system, *random_tokens(30, 30).tolist()], [*system[:300], *prompts[1]]]
+    for turn, asked in enumerate((prompts, others)):
+        with opened(decoding, tmp_path) as store:
+            engine = decoding.engine(max_requests=4, capacity=1000, store=store)
+            requests = [engine.submit(p, max_new_tokens=5, eos_token_id=()) for p in asked]
+            run(engine, *requests)
+            for prompt, request in zip(asked, requests, strict=True):
+                ids = torch.tensor([prompt])
+                whole = decoding.generate(ids, max_new_tokens=5, eos_token_id=None)
+                assert [*prompt, *request.result().tokens] == whole[0].tolist()
+            engine.stop()
+            assert is_whole(engine) and store.verify().damage == ()
+            if turn == 0:
+                assert [store.lookup(system[:n]).num_tokens for n in (599, 300)] == [512, 256]
+            else:
+                assert [request.stats.cached_tokens for request in requests] == [512, 256]
 
 
 def test_a_store_that_fails_is_a_warning(

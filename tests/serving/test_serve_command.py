@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.talking import model_with_states
 from tests.serving.servers import KJV, call, post
 
 pytestmark = pytest.mark.slow
@@ -26,9 +27,9 @@ LONG = "And it came to pass in those days, that there went out a decree from the
 
 
 @contextlib.contextmanager
-def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def command(*options: str, model: Path = KJV) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Start the command on a free port; yield the process and the port."""
-    words = [sys.executable, "-m", "lmdecode", "serve", str(KJV), "--port", "0", *options]
+    words = [sys.executable, "-m", "lmdecode", "serve", str(model), "--port", "0", *options]
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -113,9 +114,11 @@ def test_the_grace_period_ends() -> None:
         thread.join(20)
 
 
-def test_prompts_survive_kill_9(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_states", [False, True])
+def test_prompts_survive_kill_9(has_states: bool, tmp_path: Path) -> None:
     store = ("--store", str(tmp_path / "store"), "--store-gb", "0.2")
-    with command(*store) as (process, port):
+    model = model_with_states(tmp_path / "model") if has_states else KJV
+    with command(*store, model=model) as (process, port):
         texts = [text_of(port, body_of(seed)) for seed in range(3)]
         first = post(port, "/v1/completions", body_of(9))[1]["usage"]
         end = time.monotonic() + 30  # what was read is written beside the answers
@@ -126,7 +129,7 @@ def test_prompts_survive_kill_9(tmp_path: Path) -> None:
             time.sleep(0.1)
         process.send_signal(signal.SIGKILL)
         process.wait(20)
-    with command(*store) as (process, port):
+    with command(*store, model=model) as (process, port):
         got = post(port, "/v1/completions", body_of(0))[1]
         assert got["choices"][0]["text"] == texts[0]
         assert got["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "from the store"

@@ -234,7 +234,7 @@ class CausalCaches:
         changes = torch.tensor([sequences, lengths], dtype=torch.int64, device="cpu").T.contiguous()
         ops.causal_caches_truncate_(self._tensors, self.model.cache_windows, changes)
 
-    def read(self, sequence: int, begin: int = 0) -> list[tuple[Tensor, Tensor]]:
+    def read(self, sequence: int, begin: int = 0) -> list[tuple[Tensor, ...]]:
         """Copy the keys and values of a sequence, from a position on.
 
         Parameters
@@ -244,15 +244,15 @@ class CausalCaches:
 
         Returns
         -------
-        list of (Tensor, Tensor)
+        list of (Tensor, Tensor), and (Tensor,)
             Keys and values of each layer, [kv_heads, n, head_size], keys turned: of the positions
             that there are from ``begin`` on; of a layer with a window the last window - 1 of these
             at most, which is what tokens to come see. Of int8 caches bytes, uint8, as they lie.
-            Layers with a state have none; behind all others follows one pair, of which the first
-            is their state, [state_size] float32, and the second is empty.
+            Layers with a state have none; behind all others follows (state,), [state_size]
+            float32.
         """
         length = int(self.lengths[sequence])
-        read = list[tuple[Tensor, Tensor]]()
+        read = list[tuple[Tensor, ...]]()
         for parts, blocks, window in self._layers(sequence, length):
             first = begin if window is None else max(begin, length - window + 1)
             heads, _, _, size = parts[0].shape
@@ -269,21 +269,20 @@ class CausalCaches:
         at = int((positions[sequence] == length).nonzero()[0])
         return pool[int(slots[sequence, at])]
 
-    def _read_state(self, sequence: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    def _read_state(self, sequence: int, length: int) -> list[tuple[Tensor, ...]]:
         if not self._states:
             return []
         size = self.model.state_size
-        state = self._state(sequence, length).clone() if length else torch.zeros(size)
-        return [(state, state.new_empty(0))]
+        return [(self._state(sequence, length).clone() if length else torch.zeros(size),)]
 
     def _write_state(
-        self, sequence: int, length: int, states: Iterator[tuple[Tensor, Tensor]]
+        self, sequence: int, length: int, states: Iterator[tuple[Tensor, ...]]
     ) -> None:
         others = list(states)
         if len(others) != bool(self._states):
             raise ValueError(
-                f"CausalCaches.write: states have {len(others)} pairs behind those of layers with "
-                f"attention; expected {int(bool(self._states))}"
+                f"CausalCaches.write: states have {len(others)} entries behind those of layers "
+                f"with attention; expected {int(bool(self._states))}"
             )
         if not others:
             return
@@ -295,14 +294,14 @@ class CausalCaches:
             )
         to.copy_(given)
 
-    def write(self, sequence: int, length: int, states: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def write(self, sequence: int, length: int, states: Iterable[tuple[Tensor, ...]]) -> None:
         """Let an empty sequence begin with positions that were computed elsewhere.
 
         Parameters
         ----------
         sequence, length : int
             Whose, and how many positions, at least 1.
-        states : iterable of (Tensor, Tensor)
+        states : iterable of (Tensor, Tensor), and (Tensor,)
             As ``read`` returned them for these positions, of this model with caches of this dtype.
             Where it raises, the sequence is empty as before. With a window, the sequence must not
             be truncated but to 0: what lies before the window was not written.

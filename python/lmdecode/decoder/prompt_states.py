@@ -1,14 +1,38 @@
-"""Keys and values of a prompt, between ``CausalCaches`` and a store."""
+"""Keys, values and states of a prompt, between ``CausalCaches`` and a store."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["PromptStates", "StoredFormat"]
+from lmdecode.decoder.causal_caches import CHECKPOINT_INTERVAL
+
+__all__ = ["PromptStates", "StoredFormat", "lengths_to_store"]
+
+
+def lengths_to_store(store: Any, begin: int, end: int) -> list[int]:
+    """Return the lengths at which a prompt is stored that is read from a length to another.
+
+    Where layers keep states, a prefix is found at one of these lengths alone: at ends of slots, at
+    most one of which in ``CHECKPOINT_INTERVAL`` tokens, and at the end.
+
+    Parameters
+    ----------
+    store : KVStore
+        That is written to.
+    begin, end : int
+        The tokens that are known to the caches, and all of those to be stored.
+    """
+    if begin >= end:
+        return []
+    if not store.fingerprint.state_size:
+        return [end]
+    chunk = store.chunk_tokens
+    step = -(-CHECKPOINT_INTERVAL // chunk) * chunk
+    return [*range((begin // step + 1) * step, end, step), end]
 
 
 class StoredFormat(Protocol):
@@ -34,9 +58,13 @@ class StoredFormat(Protocol):
     def torch_dtype(self) -> torch.dtype:
         """Of keys and values."""
 
+    @property
+    def state_size(self) -> int:
+        """Float32 numbers of a state; 0 where there is none."""
+
 
 class PromptStates:
-    """Keys and values of a prompt that grows, as a store takes and gives them.
+    """Keys and values of a prompt that grows, and its state, as a store takes and gives them.
 
     What has been given away does not change.
 
@@ -57,28 +85,33 @@ class PromptStates:
             (self._new(0 if window else capacity), self._new(0 if window else capacity))
             for window in self._windows
         ]
+        self._state_size, self._state = of.state_size, torch.empty(0)
 
     def _new(self, length: int) -> Tensor:
         heads, _, size = self._shape
         return torch.empty(heads, length, size, dtype=self._dtype)
 
-    def first(self, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Return those of the first tokens; of layers with a window what there is."""
-        return [
+    def first(self, length: int) -> list[tuple[Tensor, ...]]:
+        """Return those of the first tokens; of layers with a window or a state what there is."""
+        pairs: list[tuple[Tensor, ...]] = [
             (keys, values) if window else (keys[:, :length], values[:, :length])
             for window, (keys, values) in zip(self._windows, self._pairs, strict=True)
         ]
+        return [*pairs, (self._state,)] if self._state_size else pairs
 
-    def reserve(self, length: int) -> list[tuple[Tensor, Tensor]]:
+    def reserve(self, length: int) -> list[tuple[Tensor, ...]]:
         """Return where the first tokens are to be written."""
+        self._state = torch.empty(self._state_size)
         for layer, window in enumerate(self._windows):
             if window:
                 held = min(length, window - 1)
                 self._pairs[layer] = (self._new(held), self._new(held))
         return self.first(length)
 
-    def append(self, begin: int, new: list[tuple[Tensor, Tensor]]) -> None:
+    def append(self, begin: int, new: list[tuple[Tensor, ...]]) -> None:
         """Add what ``CausalCaches.read`` returned from a position on."""
+        if self._state_size:
+            *new, (self._state,) = new
         for layer, (window, old, pair) in enumerate(
             zip(self._windows, self._pairs, new, strict=True)
         ):

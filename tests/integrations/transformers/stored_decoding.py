@@ -15,7 +15,10 @@ from tests.support.causal_models import random_model, random_tokens
 
 # All layers full, all with a window, some of either; and positions in the embedding.
 LLAMA, MISTRAL, GEMMA = ("llama", "plain"), ("mistral", "window"), ("gemma3_text", "plain")
-MODELS = (LLAMA, MISTRAL, GEMMA, ("gemma2", "plain"), ("gpt2", "plain"))
+# Layers with a state: short convolutions, and the gated delta rule with them.
+LFM, QWEN = ("lfm2", "convolutions at the ends"), ("qwen3_5_text", "delta rule last, biases")
+WITH_STATES = (LFM, QWEN)
+MODELS = (LLAMA, MISTRAL, GEMMA, ("gemma2", "plain"), ("gpt2", "plain"), *WITH_STATES)
 PROMPT = random_tokens(37)[None]
 TURNS = [random_tokens(5, 1)[None], random_tokens(1, 2)[None], random_tokens(40, 3)[None]]
 

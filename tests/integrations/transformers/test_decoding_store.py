@@ -13,11 +13,14 @@ pytest.importorskip("lmdecode.store")
 
 from stored_decoding import (
     GEMMA,
+    LFM,
     LLAMA,
     MISTRAL,
     MODELS,
     PROMPT,
+    QWEN,
     TURNS,
+    WITH_STATES,
     answer,
     decoding_of,
     same,
@@ -26,6 +29,7 @@ from stored_decoding import (
 
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.integrations.transformers.decoding import causal_store
+from tests.support.causal_models import random_tokens
 from tests.support.store_faults import Progress, kill_behind, replaced_call
 
 
@@ -55,7 +59,7 @@ def test_turns_of_a_conversation(
 ) -> None:
     """Each turn by a store that was opened again: what it has came from the disk."""
     decoding = decoding_of(case, dtype, cache_dtype=cache_dtype)
-    has_window = decoding.fingerprint().windows is not None
+    has_checkpoints = decoding.fingerprint().has_checkpoints
     ids, stored = PROMPT, 0
     for turn in [*TURNS, None]:
         expected = answer(decoding, ids)
@@ -66,13 +70,13 @@ def test_turns_of_a_conversation(
             assert store.stats()["hits"] == (stored > 0) and store.failure == ""
         length = ids.shape[1]
         assert sum(prompt_tokens) == length - stored
-        # With a window, a prompt is found again where its last token begins.
-        stored = length - 1 if has_window else length
+        # With windows or states, a prompt is found again where its last token begins.
+        stored = length - 1 if has_checkpoints else length
         if turn is not None:
             ids = torch.cat([expected[0], turn], dim=1)
 
 
-@pytest.mark.parametrize("case", [LLAMA, GEMMA], ids=str)
+@pytest.mark.parametrize("case", [LLAMA, GEMMA, *WITH_STATES], ids=str)
 def test_a_prompt_once_more(
     case: tuple[str, str], tmp_path: Path, prompt_tokens: list[int]
 ) -> None:
@@ -115,7 +119,7 @@ def test_a_prompt_that_others_begin_with(tmp_path: Path, prompt_tokens: list[int
         assert store.session("a").tokens == expected[0][0].tolist()
 
 
-@pytest.mark.parametrize("case", [LLAMA, MISTRAL, GEMMA], ids=str)
+@pytest.mark.parametrize("case", [LLAMA, MISTRAL, GEMMA, *WITH_STATES], ids=str)
 @pytest.mark.parametrize("size", [4, 16])
 def test_long_prompts_are_stored_while_they_are_read(
     case: tuple[str, str], size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -145,6 +149,67 @@ def test_long_prompts_are_stored_while_they_are_read(
         assert prompt_tokens == [1]
 
 
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_a_beginning_is_found_at_a_checkpoint(
+    case: tuple[str, str], tmp_path: Path, prompt_tokens: list[int]
+) -> None:
+    """The longest one whose state was stored, and not damaged since."""
+    decoding = decoding_of(case)
+    prompt = random_tokens(600, 5)[None]
+    other = torch.cat([prompt[:, :550], TURNS[2]], dim=1)
+    expected, once_more = answer(decoding, other), answer(decoding, prompt)
+    with store_of(decoding, tmp_path) as store:
+        answer(decoding, prompt, store=store)
+        del prompt_tokens[:]
+        assert same(answer(decoding, other, store=store), expected)
+        assert sum(prompt_tokens) == 590 - 512
+        places = {entry["num_tokens"]: entry for entry in store.entries()}
+        slot_bytes, state_bytes = store.slot_bytes, store.fingerprint.state_bytes
+    (slab,) = tmp_path.rglob("slab-*")
+    for length, found in ((599, 512), (512, 256), (256, 0)):
+        entry = places[length]
+        # The state is the last plane.
+        at = entry["area"] * slot_bytes + entry["bytes"] - state_bytes // 64 * 64
+        with slab.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+        del prompt_tokens[:]
+        with store_of(decoding, tmp_path, readonly=True) as store:
+            assert same(answer(decoding, prompt, store=store), once_more)
+            assert store.stats()["damaged"] >= 1
+        assert sum(prompt_tokens) == 600 - found
+
+
+def test_checkpoints_are_the_ends_of_slots(tmp_path: Path) -> None:
+    decoding, prompt = decoding_of(QWEN), random_tokens(700, 5)
+    for chunk, found in ((100, [0, 300, 600, 699]), (512, [0, 0, 512, 699])):
+        with store_of(decoding, tmp_path / str(chunk), chunk_tokens=chunk) as store:
+            answer(decoding, prompt[None], store=store)
+            lengths = (299, 300, 650, 700)
+            assert [store.lookup(prompt[:n]).num_tokens for n in lengths] == found
+
+
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_drafts_and_batches_beside(case: tuple[str, str], tmp_path: Path) -> None:
+    """Calls without the store between those with it, of the same model."""
+    decoding = decoding_of(case)
+    prompt = torch.cat([PROMPT, PROMPT, PROMPT[:, :5]], dim=1)
+    ways: list[dict[str, Any]] = [
+        {"prompt_lookup_num_tokens": 4}, {"num_beams": 3}, {"do_sample": True, "seed": 1}
+    ]  # fmt: skip
+    alone = [answer(decoding, prompt, **way) for way in ways]
+    ids, expected = prompt, answer(decoding, prompt)
+    with store_of(decoding, tmp_path) as store:
+        for way, want in zip(ways, alone, strict=True):
+            assert same(answer(decoding, ids, store=store, session="chat"), expected)
+            assert same(answer(decoding, prompt, **way), want)
+            ids = torch.cat([expected[0], TURNS[0]], dim=1)
+            expected = answer(decoding, ids)
+        assert store.stats()["hits"] == 2
+
+
 # --- processes that end ---------------------------------------------------------------------------
 
 _CHILD = """
@@ -162,7 +227,12 @@ with store_of(decoding, Path({store!r})) as store:
 
 @pytest.mark.parametrize(
     ("case", "dtype", "cache_dtype"),
-    [(LLAMA, "int8", "int8"), (GEMMA, "float32", "bfloat16")],
+    [
+        (LLAMA, "int8", "int8"),
+        (GEMMA, "float32", "bfloat16"),
+        (LFM, "int8", "int8"),
+        (QWEN, "float32", "float32"),
+    ],
     ids=str,
 )
 @pytest.mark.slow
@@ -217,7 +287,7 @@ def test_an_answer_that_was_interrupted(tmp_path: Path) -> None:
         assert store.session("chat").tokens == tokens[: 37 + 4]
 
 
-@pytest.mark.parametrize("case", [LLAMA, GEMMA], ids=str)
+@pytest.mark.parametrize("case", [LLAMA, GEMMA, QWEN], ids=str)
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_long_answer_is_kept_by_and_by(
     case: tuple[str, str], is_known: bool, tmp_path: Path

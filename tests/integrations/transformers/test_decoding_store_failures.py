@@ -16,10 +16,12 @@ pytest.importorskip("lmdecode.store")
 
 from stored_decoding import (
     GEMMA,
+    LFM,
     LLAMA,
     MISTRAL,
     MODELS,
     PROMPT,
+    QWEN,
     TURNS,
     answer,
     decoding_of,
@@ -78,6 +80,25 @@ def test_another_model_never_hits(name: str, tmp_path: Path) -> None:
         answer(other, PROMPT, store=store, session="chat")
     with store_of(other, tmp_path) as store:
         assert same(answer(other, PROMPT, store=store), expected)
+
+
+@pytest.mark.parametrize(("case", "name"), [(LFM, "conv.conv"), (QWEN, "A_log")], ids=str)
+def test_other_states_never_hit(case: tuple[str, str], name: str, tmp_path: Path) -> None:
+    """A weight on which the states alone depend."""
+    model = model_of(random_config(*case))
+    one = Decoding.from_pretrained(model)
+    with torch.no_grad():
+        weight = next(w for key, w in model.named_parameters() if name in key)
+        weight.view(-1)[0] += 1e-3
+    other = Decoding.from_pretrained(model)
+    expected = answer(other, PROMPT)
+    with store_of(one, tmp_path) as store:
+        answer(one, PROMPT, store=store)
+        with pytest.raises(FingerprintMismatchError, match="the store has another fingerprint"):
+            answer(other, PROMPT, store=store)
+    with store_of(other, tmp_path) as store:
+        assert same(answer(other, PROMPT, store=store), expected)
+        assert store.stats()["hits"] == 0
 
 
 def test_another_capability_never_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,10 +203,12 @@ def test_where_it_stands_in_for_the_model_s_own(tmp_path: Path) -> None:
 # --- what a store cannot do -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def talk() -> tuple[Decoding, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+@pytest.fixture(params=[GEMMA, QWEN], ids=str)
+def talk(
+    request: pytest.FixtureRequest,
+) -> tuple[Decoding, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """A model, a second turn of a conversation, and its answer."""
-    decoding = decoding_of(GEMMA)
+    decoding = decoding_of(request.param)
     ids = torch.cat([answer(decoding, PROMPT)[0], TURNS[0]], dim=1)
     return decoding, ids, answer(decoding, ids)
 

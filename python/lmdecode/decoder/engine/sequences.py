@@ -44,8 +44,8 @@ class ReadSequence:
         Another sequence that reads the same first tokens, which this one shares once they are read.
     stops : set of int
         Lengths at which parts of the prompt must end, for other sequences or the store.
-    keep_at : int
-        The length at which it is written to the store; 0: never.
+    keep_at : list of int
+        The lengths at which it is written to the store, ascending.
     """
 
     def __init__(self, prompt_ids: tuple[int, ...]) -> None:
@@ -54,7 +54,7 @@ class ReadSequence:
         self.read = 0
         self.follows: tuple[ReadSequence, int] | None = None
         self.stops: set[int] = set()
-        self.keep_at = 0
+        self.keep_at: list[int] = []
 
     @property
     def num_beams(self) -> int:

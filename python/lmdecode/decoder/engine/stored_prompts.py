@@ -6,16 +6,26 @@ import warnings
 from array import array
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lmdecode.decoder.causal_caches import BLOCK_SIZE, CausalCaches
 from lmdecode.decoder.engine.sequences import ReadSequence
-from lmdecode.decoder.prompt_states import PromptStates
+from lmdecode.decoder.prompt_states import PromptStates, lengths_to_store
 
 __all__ = ["StoredPrompts"]
 
 T = TypeVar("T")
 _MOST_PENDING = 8  # prompts that wait to be written; more are dropped if the disk is slower
+
+
+@dataclass
+class _Copy:
+    """What a sequence has read of its prompt, and the prefixes of it that are to be stored."""
+
+    states: PromptStates
+    length: int = 0
+    prefixes: list[tuple[array[int], Any]] = field(default_factory=list)
 
 
 class StoredPrompts:
@@ -38,17 +48,19 @@ class StoredPrompts:
         self._store, self._caches = store, caches
         self.has_windows = store.fingerprint.windows is not None
         self._pending: list[Future[int]] = []
-        self._copies: dict[ReadSequence, tuple[array[int], Any]] = {}  # not stored yet
+        self._copies: dict[ReadSequence, _Copy] = {}  # not stored yet
         self._has_warned = False
 
-    def keep_at(self, prompt: tuple[int, ...]) -> int:
-        """Return how many tokens of a prompt to store, 0 for a short one.
+    def keep_at(self, prompt: tuple[int, ...], read: int) -> list[int]:
+        """Return the lengths at which to store a prompt that is read so far, none of a short one.
 
-        Layers with a window match only where a stored entry ends. The same prompt is looked up
-        without its last token, as its logits are needed.
+        Layers with a window or a state match only where a stored entry ends. The same prompt is
+        looked up without its last token, as its logits are needed.
         """
-        length = len(prompt) - self.has_windows
-        return length if length >= BLOCK_SIZE and not self._store.readonly else 0
+        length = len(prompt) - self._store.fingerprint.has_checkpoints
+        if length < BLOCK_SIZE or self._store.readonly:
+            return []
+        return lengths_to_store(self._store, read, length)
 
     def load(self, place: int, prompt: tuple[int, ...], longer_than: int) -> int:
         """Load the stored prefix of a prompt into an empty place; return its number of tokens.
@@ -79,18 +91,25 @@ class StoredPrompts:
 
         ``put`` stores them after a token was chosen, which shows that they have no NaN.
         """
-        self._pending = [future for future in self._pending if not self._is_written(future)]
-        if len(self._pending) + len(self._copies) >= _MOST_PENDING:
-            return
-        tokens = array("i", sequence.prompt_ids[: sequence.read])
-        self._copies[sequence] = tokens, self._caches.read(sequence.places[0])
+        copy = self._copies.get(sequence)
+        if copy is None:
+            self._pending = [future for future in self._pending if not self._is_written(future)]
+            if len(self._pending) + len(self._copies) >= _MOST_PENDING:
+                return
+            states = PromptStates(self._store.fingerprint, sequence.keep_at[-1])
+            copy = self._copies[sequence] = _Copy(states)
+        length = sequence.read
+        copy.states.append(copy.length, self._caches.read(sequence.places[0], copy.length))
+        copy.length = length
+        tokens = array("i", sequence.prompt_ids[:length])
+        copy.prefixes.append((tokens, copy.states.first(length)))
 
     def put(self, sequence: ReadSequence) -> None:
         """Store the copy of a sequence, if there is one."""
         copied = self._copies.pop(sequence, None)
         if copied is None:
             return
-        future = self._attempt(lambda: self._store.put(*copied, background=True), None)
+        future = self._attempt(lambda: self._store.put_each(copied.prefixes), None)
         if future is not None:
             self._pending.append(future)
 

@@ -12,7 +12,7 @@ from lmdecode._checks import type_error
 from lmdecode.causal_fingerprint import check_causal_store
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.prompt_states import PromptStates
+from lmdecode.decoder.prompt_states import PromptStates, lengths_to_store
 from lmdecode.integrations.transformers.decoding.causal_model import CausalModel
 from lmdecode.integrations.transformers.store.conversation import Conversation
 from lmdecode.integrations.transformers.store.request import (
@@ -139,12 +139,15 @@ class StoredCall:
         done = conversation.load(fill)
         if done == 0:  # a hit that was lost while it was read
             states.reserve(0)
-        # Layers with a window hit where something stored ends: the same prompt before its last
-        # token, whose logits are wanted.
-        last = length if fingerprint.windows is None else length - 1
+        # Where a hit is at the end of something stored alone, that is the same prompt before its
+        # last token, whose logits are wanted.
+        last = length - fingerprint.has_checkpoints
         is_new = done < last
+        ends = lengths_to_store(self._store, done, last)
         while True:
-            end = min(done + _COMMIT_PROMPT, last) if done < last else length
+            while ends and ends[0] <= done:
+                del ends[0]
+            end = min(done + _COMMIT_PROMPT, ends[0]) if ends else length
             entry = torch.tensor([[0, end - done, 1, int(end == length)]])
             logits = caches.forward(prompt[done:end], entry, int(end == length))
             if end <= last:

@@ -16,7 +16,7 @@ import torch
 from transformers import Cache, EncoderDecoderCache
 
 from lmdecode.integrations.transformers.caches.kv_layers import length_of
-from lmdecode.integrations.transformers.store.cache import KV, cache_to_kv
+from lmdecode.integrations.transformers.store.cache import cache_to_kv
 
 if TYPE_CHECKING:
     from lmdecode.store import Hit, KVStore, Session
@@ -245,7 +245,9 @@ class Conversation:
         if count > 0:
             self.commit_kv(cache_to_kv(part, count), count, background=background)
 
-    def commit_kv(self, kv: KV, num_tokens: int, *, background: bool = False) -> None:
+    def commit_kv(
+        self, kv: Sequence[tuple[torch.Tensor, ...]], num_tokens: int, *, background: bool = False
+    ) -> None:
         """Store the session's tokens, and the keys and values of the first of them."""
         self._collect()
         if not self._writes:
@@ -256,7 +258,9 @@ class Conversation:
         if isinstance(result, Future):
             self._pending = result
 
-    def _commit(self, kv: KV, num_tokens: int, background: bool) -> int | Future[int]:
+    def _commit(
+        self, kv: Sequence[tuple[torch.Tensor, ...]], num_tokens: int, background: bool
+    ) -> int | Future[int]:
         session = self._session
         if session is None and num_tokens == 0:
             return 0
@@ -268,7 +272,8 @@ class Conversation:
         if num_tokens == 0:  # the tokens alone
             of = self._store.fingerprint
             nothing = torch.empty((of.num_kv_heads, 0, of.head_size), dtype=of.torch_dtype)
-            kv = [(nothing, nothing)] * of.num_layers
+            states = [(torch.empty(0),)] if of.state_size else []
+            kv = [*[(nothing, nothing)] * of.num_layers, *states]
         # Not the session's tokens: another thread may have begun to use the same one.
         return session._commit_as(self._tokens, kv, num_tokens, self._ttl, self._pin, background)
 
