@@ -1,0 +1,108 @@
+"""Experts in every format: a row has the bits that it has alone, in any batch, chunk and thread."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.config import FORMATS
+from lmdecode.decoder.experts import ExpertMatrices
+from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
+from lmdecode.linear.quantized_weight import KINDS, QuantizedWeight
+from lmdecode.reference.causal import causal_logits
+from tests.decoder.causal_steps import Entry, new_caches, prompt_logits, step
+from tests.support.causal_models import model_of, random_config, random_tokens
+from tests.support.op_contract import on_threads
+
+# Experts of several panels, of which threads take parts; blocks of 256 elements.
+_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "variant": "few of many", "hidden_size": 256, "moe_intermediate_size": 256,
+        "num_experts": 24, "head_dim": 16,
+    },
+    "gpt_oss": {"variant": "plain", "hidden_size": 256, "intermediate_size": 256, "head_dim": 16},
+}  # fmt: skip
+LENGTH, NEW = 97, 33
+formats = pytest.mark.parametrize("weight_format", [*FORMATS, *KINDS])
+
+
+def _in_blocks(matrices: Any, kind: str) -> Any:
+    from tests.support.gguf_files import quantized
+
+    blocks = [
+        QuantizedWeight(torch.from_numpy(quantized(matrix.detach().numpy(), kind, seed)), kind)
+        for seed, matrix in enumerate(matrices)
+    ]
+    return ExpertMatrices(len(blocks), blocks.__getitem__)
+
+
+@functools.cache
+def _model(architecture: str, weight_format: str) -> PackedCausalModel:
+    config, weights = causal_model_of(model_of(random_config(architecture, **_SIZES[architecture])))
+    if weight_format in FORMATS:
+        return PackedCausalModel(config, weights, weight_format)
+    layers = [
+        layer._replace(
+            experts_gate=_in_blocks(layer.experts_gate, weight_format),
+            experts_up=_in_blocks(layer.experts_up, weight_format),
+            experts_down=_in_blocks(layer.experts_down, weight_format),
+        )
+        for layer in weights.layers
+    ]
+    weights = weights._replace(layers=layers)
+    model = PackedCausalModel(config, weights, None)
+    text = random_tokens(9)
+    got = prompt_logits(new_caches(model), text)
+    expected = causal_logits(config, weights, text)
+    assert (got - expected).norm() < 0.1 * expected.norm()  # inputs are rounded
+    return model
+
+
+def _check(model: PackedCausalModel) -> Tensor:
+    """Return logits of a text, after they came out the same in every company."""
+    text = random_tokens(LENGTH)
+    expected = prompt_logits(new_caches(model), text)
+    for size in (1, 2, 7, 31, 64):
+        pieces = [min(size, LENGTH - at) for at in range(0, LENGTH, size)]
+        assert prompt_logits(new_caches(model), text, *pieces).equal(expected), size
+        assert prompt_logits(new_caches(model, max_rows=size), text).equal(expected), size
+    tokens = random_tokens(NEW, 1)
+    alone = [step(new_caches(model), Entry(0, token, False))[0] for token in tokens.split(1)]
+    for rows in (2, 3, 5, 8, 17, NEW):
+        caches = new_caches(model, rows, 32)
+        entries = [Entry(i, token, False) for i, token in enumerate(tokens[:rows].split(1))]
+        assert torch.cat(step(caches, *entries)).equal(torch.cat(alone[:rows])), rows
+    return torch.cat([expected, *alone])
+
+
+@formats
+def test_any_batch_any_chunks_any_threads(weight_format: str) -> None:
+    model = _model("qwen3_moe", weight_format)
+    on_threads(lambda: _check(model), (1, 2, 3))
+
+
+@pytest.mark.parametrize("weight_format", [*FORMATS, "MXFP4"])
+def test_clamped_experts_with_biases(weight_format: str) -> None:
+    model = _model("gpt_oss", weight_format)
+    on_threads(lambda: _check(model), (1, 2, 3))
+
+
+CAPABILITY_SCRIPT = """
+from tests.decoder import test_experts_company as tests
+
+for weight_format in (*tests.FORMATS, *tests.KINDS):
+    tests.test_any_batch_any_chunks_any_threads(weight_format)
+for weight_format in (*tests.FORMATS, "MXFP4"):
+    tests.test_clamped_experts_with_biases(weight_format)
+"""
+
+
+@pytest.mark.slow
+def test_cpu_capability(run_at_capability: Callable[[str], list[str]]) -> None:
+    assert run_at_capability(CAPABILITY_SCRIPT) == []
