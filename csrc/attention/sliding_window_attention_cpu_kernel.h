@@ -62,7 +62,7 @@ class TileAttention {
 
   static AttentionWorkspace split(const SlidingWindowAttentionParams& params, int64_t rows,
                                   void* memory) {
-    AttentionWorkspace w;
+    AttentionWorkspace w = {};
     split_attention_workspace(memory, rows, params.head_size, params.value_size, &w);
     return w;
   }
