@@ -30,6 +30,7 @@ set(VNNI_KERNEL_SOURCES linear/packed_linear_cpu_kernel.cpp)
 # Those that also multiply tiles, where the processor can.
 set(AMX_KERNEL_SOURCES
   attention/sliding_window_attention_cpu_kernel.cpp
+  attention/sliding_window_decode_cpu_kernel.cpp
   linear/packed_linear_cpu_kernel.cpp)
 
 # ---- everything else of the CPU, but for the store: rows to threads, plans, the loop of decoding

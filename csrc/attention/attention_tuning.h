@@ -1,6 +1,6 @@
-// Tuning numbers of the attention kernels. kStepKeys and kSplitKeys decide in which order a row is
-// summed, so they are fixed: a result must not depend on what else is in the call. The others
-// change speed alone.
+// Tuning numbers of the attention kernels. kStepKeys, kSplitKeys and kTileHeads decide in which
+// order a row is summed, so they are fixed: a result must not depend on what else is in the call.
+// The others change speed alone.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,8 @@ namespace lmdecode::attention::tuning {
 constexpr int64_t kStepKeys = 256;
 // Keys of a part of a cache, in decoding; parts begin at multiples of it.
 constexpr int64_t kSplitKeys = 512;
+// Query heads of a KV head from which a step multiplies by tiles of the matrix units.
+constexpr int64_t kTileHeads = 5;
 // Rows (tokens times the query heads of a KV head) that share one packing of keys and values.
 constexpr int64_t kTileRows = 384;
 // With several threads tiles are smaller where there would be too few of them.

@@ -70,6 +70,7 @@ struct FloatRows {
   using Row = T;
   using Query = float;
   using Weight = float;
+  static constexpr bool kMultipliesTiles = false;
   static constexpr int64_t kVectorSize = kLanes;  // elements of a row in a vector
   static constexpr int64_t kKeysOfAWeight = 1;
   static constexpr int64_t kBlockKeys = kBlockKeysOf<T>;
@@ -90,6 +91,7 @@ struct PairRows {
   using Row = BFloat16;
   using Query = BFloat16;
   using Weight = BFloat16;
+  static constexpr bool kMultipliesTiles = false;
   static constexpr int64_t kVectorSize = 32;
   static constexpr int64_t kKeysOfAWeight = 2;
   static constexpr int64_t kBlockKeys = kBlockKeysOf<BFloat16>;

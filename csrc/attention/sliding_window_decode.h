@@ -45,7 +45,7 @@ struct DecodeHead {
 // Scratch of a thread: queries, scores and weights of a block, the softmax, and a block of keys or
 // values whose layout the kernel cannot read.
 struct DecodeWorkspace {
-  float* queries;      // [rows, padded head_size], or as many bfloat16
+  float* queries;      // [rows, padded head_size], or bfloat16, of at least 16 rows
   float* scores;       // [rows, 32]
   uint32_t* weights;   // [rows, 16], where weights are bfloat16
   float* terms;        // [32]
@@ -59,7 +59,10 @@ struct DecodeWorkspace {
   const void** value_rows;  // [32]
 };
 
-constexpr int64_t padded_decode_rows(int64_t rows) { return (rows + 3) / 4 * 4; }
+// Several tiles of the matrix units have 16 rows each.
+constexpr int64_t padded_decode_rows(int64_t rows) {
+  return rows <= 16 ? (rows + 3) / 4 * 4 : (rows + 15) / 16 * 16;
+}
 constexpr int64_t padded_decode_size(int64_t size) { return (size + 31) / 32 * 32; }
 
 inline size_t split_decode_workspace(void* memory, int64_t rows, int64_t head_size,
@@ -73,7 +76,7 @@ inline size_t split_decode_workspace(void* memory, int64_t rows, int64_t head_si
     used += (static_cast<size_t>(count) * sizeof(**pointer) + 63) / 64 * 64;
   };
   rows = padded_decode_rows(rows);
-  take(&w->queries, rows * padded_decode_size(head_size));
+  take(&w->queries, (rows < 8 ? 8 : rows) * padded_decode_size(head_size));
   take(&w->scores, rows * 32);
   take(&w->weights, rows * 16);
   take(&w->terms, 32);

@@ -70,9 +70,15 @@ DecodeSplit split_keys(const SlidingWindowAttentionParams& p) {
 }  // namespace
 
 void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params) {
-  const auto run_parts = params.dtype == DType::kBFloat16
-                             ? LMD_SELECT_BF16_KERNEL(attention, sliding_window_decode_parts)
-                             : LMD_SELECT_KERNEL(attention, sliding_window_decode_parts);
+  const bool is_bfloat16 = params.dtype == DType::kBFloat16;
+  const auto by_vectors = is_bfloat16
+                              ? LMD_SELECT_BF16_KERNEL(attention, sliding_window_decode_parts)
+                              : LMD_SELECT_KERNEL(attention, sliding_window_decode_parts);
+  // By the heads alone, not by the queries: a row has the same bits with one query and with more.
+  const auto run_parts =
+      is_bfloat16 && params.group() >= kTileHeads
+          ? LMD_SELECT_AMX_KERNEL(attention, sliding_window_decode_parts, by_vectors)
+          : by_vectors;
   const auto run_heads = LMD_SELECT_KERNEL(attention, sliding_window_decode_heads);
   if (params.sequences == 0 || params.q_len == 0) return;
   const DecodeSplit split = split_keys(params);

@@ -91,12 +91,15 @@ void add_heads(const SlidingWindowAttentionParams& params, const DecodeHead* hea
 void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,
                                  const DecodePart* parts, const DecodePartials& partials,
                                  int64_t begin, int64_t end, void* workspace) {
-#if defined(LMD_SIMD_AVX512_BF16)
+#if defined(LMD_SIMD_AVX512_BF16) && !defined(LMD_SIMD_AVX512_AMX)
   if (are_whole_vectors(params, PairRows::kVectorSize)) {
     run_rows<PairRows>(params, parts, partials, begin, end, workspace);
   } else {
     run_rows<FloatRows<BFloat16>>(params, parts, partials, begin, end, workspace);
   }
+#elif defined(LMD_SIMD_AVX512_AMX)
+  const TileScope scope(decode_matrix_config(partials.rows));
+  run_rows<MatrixRows>(params, parts, partials, begin, end, workspace);
 #else
   if (params.has_int8_keys) {
     return run_parts<FloatRows<float>, float, CacheLayout::kInt8>(params, parts, partials, begin,

@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "attention/decode_matrix_products.h"
 #include "attention/decode_products.h"
 #include "attention/online_softmax.h"
 #include "attention/pack.h"
@@ -65,7 +66,8 @@ class DecodeAttention {
  private:
   using Row = typename Rows::Row;
   static constexpr int64_t kBlockKeys = Rows::kBlockKeys, kVectorSize = Rows::kVectorSize;
-  static constexpr int64_t kTileRows = 8;
+  static constexpr bool kMultipliesTiles = Rows::kMultipliesTiles;
+  static constexpr int64_t kTileRows = kMultipliesTiles ? 16 : 8;
   using Query = typename Rows::Query;
   using Weight = typename Rows::Weight;
   using Cell = std::conditional_t<kLayout == CacheLayout::kInt8, Int8Cell, T>;
@@ -81,9 +83,11 @@ class DecodeAttention {
   // The queries as they are multiplied, and the keys of the part that some row sees.
   KeyRange start_rows() {
     const float sign = has_rule_ || p_.scale > 0.0f ? 1.0f : p_.scale < 0.0f ? -1.0f : 0.0f;
+    const int64_t query_rows = kMultipliesTiles ? padded_to(rows_, kTileRows) : partials_.rows;
     Query* queries = reinterpret_cast<Query*>(w_.queries);
-    for (int64_t i = 0; i < partials_.rows * query_stride_; ++i) queries[i] = Query{};
-    for (int64_t i = 0; i < rows_ * partials_.out_stride; ++i) out_[i] = 0;
+    for (int64_t i = 0; i < query_rows * query_stride_; ++i) queries[i] = Query{};
+    const int64_t out_rows = kMultipliesTiles ? partials_.rows : rows_;
+    for (int64_t i = 0; i < out_rows * partials_.out_stride; ++i) out_[i] = 0;
     KeyRange seen = {0, 0};
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t token = row / p_.group();
@@ -94,11 +98,13 @@ class DecodeAttention {
       const AttentionStrides& s = p_.q_strides;
       const T* from = static_cast<const T*>(p_.q) + part_.sequence * s.sequence +
                       head_of(row) * s.head + token * s.token;
-      const int64_t tile = row / kTileRows * kTileRows, step = tile_rows(tile) * kVectorSize;
-      Query* query = queries + tile * query_stride_ + (row - tile) * kVectorSize;
+      // Of a tile: vector by vector, or pair by pair, those of all rows.
+      const int64_t tile = row / kTileRows * kTileRows;
+      const int64_t together = kMultipliesTiles ? 2 : kVectorSize;
+      const int64_t step = (kMultipliesTiles ? kTileRows : tile_rows(tile)) * together;
+      Query* query = queries + tile * query_stride_ + (row - tile) * together;
       for (int64_t i = 0; i < p_.head_size; ++i) {
-        store_one(query + i / kVectorSize * step + i % kVectorSize,
-                  to_float(from[i * s.element]) * sign);
+        store_one(query + i / together * step + i % together, to_float(from[i * s.element]) * sign);
       }
       w_.row_begin[row] = of_row.begin;
       w_.row_end[row] = of_row.end;
@@ -191,22 +197,30 @@ class DecodeAttention {
   void run_block(int64_t first, KeyRange range, OnlineSoftmax* softmax) {
     const KeyRange groups = {range.begin / kKeyGroup * kKeyGroup,
                              (range.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup};
-    for_tiles([&]<int kRows, bool kIsFirst>(int64_t row) {
-      multiply_keys<kRows, kIsFirst>(row, range, groups);
-    });
+    if constexpr (kMultipliesTiles) {
+      multiply_key_tiles(range, groups);
+    } else {
+      for_tiles([&]<int kRows, bool kIsFirst>(int64_t row) {
+        multiply_keys<kRows, kIsFirst>(row, range, groups);
+      });
+    }
     if (p_.key_padding != nullptr) {
       row_terms(p_, part_.sequence, 0, 0, first, range, w_.terms);
     }
     for (int64_t row = 0; row < rows_; ++row) add_row(row, first, groups, softmax);
-    for_tiles([&]<int kRows, bool kIsFirst>(int64_t row) {
-      for (int64_t key = range.begin; key < range.end;) {
-        const int64_t end = min_of(range.end, (key / kChunkKeys + 1) * kChunkKeys);
-        add_all_values<Rows, kRows, kIsFirst>(weights_of(row), values_, {key, end}, value_size_,
-                                              out_ + row * partials_.out_stride,
-                                              partials_.out_stride);
-        key = end;
-      }
-    });
+    if constexpr (kMultipliesTiles) {
+      multiply_value_tiles(range);
+    } else {
+      for_tiles([&]<int kRows, bool kIsFirst>(int64_t row) {
+        for (int64_t key = range.begin; key < range.end;) {
+          const int64_t end = min_of(range.end, (key / kChunkKeys + 1) * kChunkKeys);
+          add_all_values<Rows, kRows, kIsFirst>(weights_of(row), values_, {key, end}, value_size_,
+                                                out_ + row * partials_.out_stride,
+                                                partials_.out_stride);
+          key = end;
+        }
+      });
+    }
   }
 
   // Calls body<rows, whether it is the first>(row) for tiles of 8, 4, 2 and 1 rows, some of which
@@ -248,6 +262,56 @@ class DecodeAttention {
     }
   }
 
+  void multiply_key_tiles(KeyRange range, KeyRange groups) {
+#if defined(LMD_SIMD_AVX512_AMX)
+    const Query* queries = reinterpret_cast<Query*>(w_.queries);
+    for (int64_t key = groups.begin; key < groups.end; key += kKeyGroup) {
+      const KeyRange in_group = {max_of(key, range.begin), min_of(key + kKeyGroup, range.end)};
+      const StridedTokens<T> keys = key_tile(key, in_group);
+      for (int64_t row = 0; row < rows_; row += kTileRows) {
+        score_key_tile(keys.data, keys.stride, queries + row * query_stride_, head_size_,
+                       min_of(rows_ - row, kTileRows), w_.scores + row * kBlockKeys + key);
+      }
+      for (int64_t i = in_group.begin; i < in_group.end; ++i) {
+        prefetch_row(keys_.row_ahead(i), head_size_);
+      }
+    }
+#endif
+  }
+
+  // 16 keys from `key` on: where they lie, or a copy with zeros for those that are not read.
+  StridedTokens<T> key_tile(int64_t key, KeyRange in_group) const {
+    if constexpr (kLayout != CacheLayout::kListed) {
+      if (in_group.end - in_group.begin == kKeyGroup) {
+        return {keys_.row(key), keys_.stride, nullptr, 0};
+      }
+    }
+    // Behind what copy_block() has written.
+    T* copy = reinterpret_cast<T*>(w_.keys) + kBlockKeys * head_size_;
+    for (int64_t i = 0; i < kKeyGroup; ++i) {
+      const size_t bytes = static_cast<size_t>(head_size_) * sizeof(T);
+      T* to = copy + i * head_size_;
+      if (key + i >= in_group.begin && key + i < in_group.end) {
+        __builtin_memcpy(to, keys_.row(key + i), bytes);
+      } else {
+        __builtin_memset(static_cast<void*>(to), 0, bytes);
+      }
+    }
+    return {copy, head_size_, nullptr, 0};
+  }
+
+  void multiply_value_tiles(KeyRange range) {
+#if defined(LMD_SIMD_AVX512_AMX)
+    uint32_t* pairs =
+        reinterpret_cast<uint32_t*>(reinterpret_cast<T*>(w_.values) + kBlockKeys * value_size_);
+    pair_values(values_, range, value_size_, pairs);
+    for (int64_t row = 0; row < rows_; row += kTileRows) {
+      add_value_tiles(weights_of(row), pairs, value_size_, out_ + row * partials_.out_stride,
+                      partials_.out_stride);
+    }
+#endif
+  }
+
   // Weights are in the place of the scores where they are floats.
   Weight* weights_of(int64_t row) const {
     void* base =
@@ -267,6 +331,10 @@ class DecodeAttention {
     softmax->add(row, scores, groups.begin, groups.end, out_ + row * partials_.out_stride,
                  value_size_,
                  [&](int64_t key, F32 weight) { Rows::store_weights(weights + key, weight); });
+    if constexpr (kMultipliesTiles) {  // keys of the block that no row sees
+      for (int64_t key = 0; key < groups.begin; ++key) weights[key] = Weight{};
+      for (int64_t key = groups.end; key < kBlockKeys; ++key) weights[key] = Weight{};
+    }
   }
 
   [[gnu::noinline]] void apply_rule(int64_t row, int64_t first, KeyRange groups, float* scores) {
