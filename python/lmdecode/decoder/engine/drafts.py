@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from lmdecode.sampling.sampler_rows import RowRules
@@ -78,12 +78,12 @@ class Drafts:
 
     Parameters
     ----------
-    new_source : callable
-        Returns the source.
+    source : DraftSource
+        The source.
     """
 
-    def __init__(self, new_source: Callable[[], DraftSource]) -> None:
-        self._source: DraftSource | None = new_source()
+    def __init__(self, source: DraftSource) -> None:
+        self._source: DraftSource | None = source
 
     def begin(
         self, row: int, prompt: Sequence[int], rules: RowRules, ends: Collection[int]

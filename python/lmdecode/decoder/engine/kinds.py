@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from lmdecode._checks import check_choice, check_int
@@ -86,8 +85,7 @@ def causal_parts(
     drafts, most_rows = None, 0
     if drafting is not None:
         most_rows = drafting.most_rows
-        source = partial(
-            drafting.new_source,
+        source = drafting.new_source(
             rows=max_requests,
             capacity=capacity,
             dialect=dialect,

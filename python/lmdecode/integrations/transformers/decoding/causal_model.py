@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -88,8 +87,7 @@ class CausalModel:
 
     def _lookahead_of(self, drafts: LoopDrafts) -> Lookahead:
         prompts, caches = [prompt.tolist() for prompt in self._prompts], self.caches
-        source = partial(
-            drafts.drafting.new_source,
+        source = drafts.drafting.new_source(
             rows=len(prompts),
             capacity=caches.max_length,
             dialect="transformers",
