@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,17 +32,25 @@ if TYPE_CHECKING:
     from lmdecode.integrations.transformers._recorder import Recorder
 
 
+def end_tokens(criteria: Iterable[Any]) -> list[int]:
+    """Return the tokens of criteria that end a row; other criteria are left out."""
+    ends: list[int] = []
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            ends += criterion.eos_token_id.flatten().tolist()
+    return ends
+
+
 def end_tokens_of_criteria(criteria: StoppingCriteriaList, max_length: int) -> list[int] | None:
     """Return the end tokens; None if there are criteria other than these and the length."""
     if type(criteria) is not StoppingCriteriaList:  # its __call__ may do more
         return None
-    tokens: list[int] = []
     for criterion in criteria:
-        if type(criterion) is EosTokenCriteria:
-            tokens += criterion.eos_token_id.reshape(-1).tolist()
-        elif type(criterion) is not MaxLengthCriteria or criterion.max_length != max_length:
+        if type(criterion) is not EosTokenCriteria and (
+            type(criterion) is not MaxLengthCriteria or criterion.max_length != max_length
+        ):
             return None
-    return tokens
+    return end_tokens(criteria)
 
 
 class PlainSearch(StateSearch):

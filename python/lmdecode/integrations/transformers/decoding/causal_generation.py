@@ -11,10 +11,10 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.generate_beam_search import search_of_call
 from lmdecode.integrations.transformers.beam.loop import run_search
+from lmdecode.integrations.transformers.beam.plain_search import end_tokens
 from lmdecode.integrations.transformers.decoding.causal_call import CausalCall
 from lmdecode.integrations.transformers.decoding.causal_model import CausalModel, LoopDrafts
 from lmdecode.integrations.transformers.decoding.engine_call import (
-    end_tokens,
     rules_of_drafts,
     search_on_engine,
     write_on_engine,
@@ -81,7 +81,9 @@ def _decode_by_steps(
     noise = None if call.has_beams else noise_of_rows(call.seed, input_ids, config)
     drafts = None
     if call.drafting is not None:
-        drafts = LoopDrafts(call.drafting, rules_of_drafts(packed, call, noise), end_tokens(call))
+        drafts = LoopDrafts(
+            call.drafting, rules_of_drafts(packed, call, noise), end_tokens(call.criteria)
+        )
     model = new_model(packed, input_ids, call.mask, config.max_length, cache_dtype, drafts)
     if call.has_beams:
         search = search_of_call(

@@ -24,7 +24,10 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine import Engine, Request
 from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.integrations.transformers._status import raise_for_status
-from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
+from lmdecode.integrations.transformers.beam.plain_search import (
+    end_tokens,
+    end_tokens_of_criteria,
+)
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
 from lmdecode.integrations.transformers.decoding.causal_call import CausalCall
 from lmdecode.integrations.transformers.decoding.rules import (
@@ -43,10 +46,7 @@ from lmdecode.sampling.sampler_rows import (
     rules_of_row,
 )
 
-__all__ = [
-    "EngineCall", "end_tokens", "engine_call", "rules_of_drafts", "search_on_engine",
-    "write_on_engine",
-]  # fmt: skip
+__all__ = ["EngineCall", "engine_call", "rules_of_drafts", "search_on_engine", "write_on_engine"]
 
 _MAX_STEP_TOKENS = 512
 # Their arguments of a Sampler are the same in every step.
@@ -74,22 +74,10 @@ def _parameters(
 
 def _end_tokens(stopping_criteria: Any) -> list[int] | None:
     """Return the tokens that end a row; None if another criterion may end it, too."""
-    ends: list[int] = []
-    for criterion in stopping_criteria:
-        if type(criterion) is EosTokenCriteria:
-            ends += criterion.eos_token_id.flatten().tolist()
-        elif type(criterion) is not MaxLengthCriteria:
-            return None
-    return ends
-
-
-def end_tokens(call: CausalCall) -> list[int]:
-    """Return the tokens of criteria that end a row."""
-    ends: list[int] = []
-    for criterion in call.criteria:
-        if type(criterion) is EosTokenCriteria:
-            ends += criterion.eos_token_id.flatten().tolist()
-    return ends
+    kinds = (EosTokenCriteria, MaxLengthCriteria)
+    if any(type(criterion) not in kinds for criterion in stopping_criteria):
+        return None
+    return end_tokens(stopping_criteria)
 
 
 def rules_of_drafts(
