@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode.integrations.transformers.decoding.causal_models.values import expert_parts
 from lmdecode.linear.quantized_weight import QuantizedWeight
 
 __all__ = ["ExpertTensors", "mxfp4_weight"]
@@ -102,10 +103,7 @@ class ExpertTensors:
         is_interleaved = f"{name}_bias" in self._names
 
         def read(expert: int) -> Any:
-            matrix = self._part(name, expert)
-            if kind == "down_proj":
-                return matrix.T if is_interleaved else matrix
-            return (matrix[:, ::2].T, matrix[:, 1::2].T) if is_interleaved else matrix.chunk(2)
+            return expert_parts(kind, self._part(name, expert), is_interleaved)
 
         return _Found(lambda shape: self._shape(name) == shape, read)
 

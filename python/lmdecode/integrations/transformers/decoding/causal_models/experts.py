@@ -14,7 +14,11 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     ExpertModules,
     LayerModules,
 )
-from lmdecode.integrations.transformers.decoding.causal_models.values import floats, times
+from lmdecode.integrations.transformers.decoding.causal_models.values import (
+    expert_parts,
+    floats,
+    times,
+)
 
 __all__ = ["expert_weights", "experts_config", "inner_size"]
 
@@ -65,9 +69,12 @@ def expert_weights(
         What outputs are multiplied by.
     """
     experts, count = modules.experts, modules.router.weight.shape[0]
-    gate_up, down = _slices(experts, modules.is_interleaved)
-    if read is not None:
-        gate_up, down = read("gate_up_proj"), read("down_proj")
+
+    def of_module(kind: str) -> Callable[[int], Any]:
+        return lambda e: expert_parts(kind, getattr(experts, kind)[e], modules.is_interleaved)
+
+    read = read or of_module
+    gate_up, down = read("gate_up_proj"), read("down_proj")
     choice, shared = modules.choice_bias, None
     if modules.shared_gate is not None:
         shared = parameter(modules.shared_gate, "weight")
@@ -97,17 +104,3 @@ def expert_weights(
         "experts_down_bias": None if down_bias is None else times(factor, down_bias, None)[0],
         "shared_gate": None if shared is None else floats(shared).reshape(-1),
     }
-
-
-def _slices(experts: Any, is_interleaved: bool) -> tuple[Any, Any]:
-    """Return functions that give an expert's gate and up, and its down, [out, in], of a module."""
-
-    def gate_up(expert: int) -> Any:
-        both = experts.gate_up_proj[expert]
-        return (both[:, ::2].T, both[:, 1::2].T) if is_interleaved else both.chunk(2)
-
-    def down(expert: int) -> Any:
-        matrix = experts.down_proj[expert]
-        return matrix.T if is_interleaved else matrix
-
-    return gate_up, down

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight
 
-__all__ = ["chunks", "floats", "times", "wide"]
+__all__ = ["chunks", "expert_parts", "floats", "times", "wide"]
 
 
 def floats(weight: LinearWeight) -> Tensor:
@@ -23,6 +23,16 @@ def chunks(weight: Any) -> Any:
         return weight.chunk(2)
     rows = weight.shape[0]
     return weight.rows(0, rows // 2), weight.rows(rows // 2, rows)
+
+
+def expert_parts(kind: str, matrix: Tensor, is_interleaved: bool) -> Any:
+    """Return what ``causal_model_of`` reads of an expert: gate and up, or down, [out, in].
+
+    ``kind`` is "gate_up_proj" or "down_proj"; for ``is_interleaved`` see ``ExpertModules``.
+    """
+    if kind == "down_proj":
+        return matrix.T if is_interleaved else matrix
+    return (matrix[:, ::2].T, matrix[:, 1::2].T) if is_interleaved else matrix.chunk(2)
 
 
 def wide(weight: LinearWeight) -> Tensor:
