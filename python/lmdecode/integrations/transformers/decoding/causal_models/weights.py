@@ -144,6 +144,7 @@ class _Reader:
             raise refused("model has no layer with attention; expected one at least")
         self.attention = next(attention for attention in attentions if attention is not None)
         self.names = {module: name for name, module in model.named_modules()}
+        self.experts = experts_config(architecture, self.config, self.layers)
         self._check(model)
         self._check_modules()
 
@@ -201,7 +202,7 @@ class _Reader:
                 logits_scale=1.0 / self._number(architecture.logits_divisor, 1.0),
                 mixers=tuple(modules.mixer for modules in self.layers),
                 attention_gate=architecture.attention_gate,
-                experts=experts_config(self.architecture, config, self.layers),
+                experts=self.experts,
             ),
             weights,
         )
@@ -304,9 +305,8 @@ class _Reader:
         dense = [layer for layer in self.layers if layer.experts is None]
         if dense:
             return inner_size(dense[0])
-        config = experts_config(self.architecture, self.config, self.layers)
-        assert config is not None
-        return config.shared_size or config.size
+        assert self.experts is not None
+        return self.experts.shared_size or self.experts.size
 
     def _is_gated(self) -> bool:
         return any(layer.experts is not None or layer.ffn_gate is not None for layer in self.layers)
