@@ -10,19 +10,22 @@ from typing import Any
 from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.formats.ctranslate2 import is_ctranslate2
 from lmdecode.formats.gguf import is_gguf, tokenizer_files
+from lmdecode.linear.formats import is_kept
 
 __all__ = ["check_as_it_is", "files_of", "load_parts"]
 
 
 def check_as_it_is(source: object) -> None:
     """Raise ValueError where ``dtype=None`` is asked of what has no quantized weights to keep."""
-    is_path = isinstance(source, (str, os.PathLike))
-    if not is_path or not (is_gguf(source) or has_mxfp4(Path(source))):  # type: ignore[arg-type]
-        what = source if isinstance(source, (str, os.PathLike)) else f"a {type(source).__name__}"
-        raise ValueError(
-            f"Decoding.from_pretrained: dtype is None for {what}; expected a format, as GGUF files "
-            "and folders of gpt-oss in MXFP4 alone have weights that are kept as they are"
-        )
+    what: object = f"a {type(source).__name__}"
+    if isinstance(source, (str, os.PathLike)):
+        if is_gguf(source) or has_mxfp4(Path(source)):
+            return
+        what = source
+    raise ValueError(
+        f"Decoding.from_pretrained: dtype is None for {what}; expected a format, as GGUF files "
+        "and folders of gpt-oss in MXFP4 alone have weights that are kept as they are"
+    )
 
 
 def has_mxfp4(folder: Path) -> bool:
@@ -32,10 +35,11 @@ def has_mxfp4(folder: Path) -> bool:
         return False
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        settings = config.get("quantization_config") or {}
-        return bool(config["model_type"] == "gpt_oss" and settings["quant_method"] == "mxfp4")
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except ValueError:
         return False
+    return isinstance(config, dict) and is_kept(
+        config.get("model_type"), config.get("quantization_config")
+    )
 
 
 def _is_path(source: str | os.PathLike[str]) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "format_of_packed",
     "group_size_of_kind",
     "is_cut_as_here",
+    "is_kept",
     "most_packed_bytes",
     "pack_weight",
     "pack_weight_into",
@@ -171,6 +172,15 @@ def _format_of(weight: Tensor | QuantizedWeight, name: str) -> int:
 def _packed_bytes(shape: tuple[int, int], number: int) -> int:
     """Return the bytes of a packed weight; of any format, for the fake only counts."""
     return int(ops.pack_linear(torch.empty(shape, device="meta"), number).numel())
+
+
+def is_kept(model_type: object, quantization: object) -> bool:
+    """Whether quantized weights of safetensors are read as they are: the experts of gpt-oss.
+
+    The arguments are ``model_type`` and ``quantization_config`` of the model's config.
+    """
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return model_type == "gpt_oss" and method == "mxfp4"
 
 
 def most_packed_bytes(shape: tuple[int, int], name: str) -> int:

@@ -35,6 +35,7 @@ from lmdecode.integrations.transformers.decoding.modules import (
     t5_sizes,
 )
 from lmdecode.integrations.transformers.stand_in import refuse_stand_in
+from lmdecode.linear.formats import is_kept
 
 __all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
 
@@ -260,11 +261,6 @@ def load_model(name: str | os.PathLike[str], config: Any) -> Any:
     return kind.from_pretrained(name, config=config, dtype=torch.float32).eval()
 
 
-def _is_kept(model_type: str, settings: dict[str, Any]) -> bool:
-    """Whether quantized weights are read as they are: the experts of gpt-oss."""
-    return model_type == "gpt_oss" and settings.get("quant_method") == "mxfp4"
-
-
 def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     """Return a model, and the config and the weights of its decoder.
 
@@ -281,20 +277,20 @@ def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
         refuse_rope_types(config)
     if folder.is_dir() and config.model_type in CAUSAL_MODEL_TYPES:
         settings = getattr(config, "quantization_config", None)
-        is_kept = isinstance(settings, dict) and _is_kept(config.model_type, settings)
-        if settings is not None and not is_kept:
+        keeps_blocks = is_kept(config.model_type, settings)
+        if settings is not None and not keeps_blocks:
             method = settings.get("quant_method")
             what = f"the weights of {name} are quantized ({method}); expected floats"
             if method in ("awq", "gptq"):
                 raise refused(what, "checkpoints of AWQ and GPTQ", "load_quantized")
             raise refused(what)
-        if is_kept:
+        if keeps_blocks:
             del config.quantization_config  # the model that stands in for it has floats
         model = skeleton_of(folder, config)
         checkpoint = Checkpoint.of(folder, model)
         if checkpoint is not None:
             return model, *causal_model_of(model, checkpoint.read)
-        if is_kept:
+        if keeps_blocks:
             raise refused(f"{name} has no blocks of MXFP4 for all of its experts; expected them")
     model = load_model(name, config)
     return model, *parts_of(model)
