@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from lmdecode._checks import check_bool, check_int, check_number
+from lmdecode._checks import check_bool, check_choice, check_int, check_number
 from lmdecode.linear.quantized_weight import LinearWeight
 
 __all__ = ["ExpertMatrices", "ExpertsConfig", "Router"]
@@ -75,10 +75,7 @@ class ExpertsConfig:
         for is_of_experts in self.layers:
             check_bool(op, "layers", is_of_experts)
         check_bool(op, "normalized", self.normalized)
-        if self.router not in tuple(ROUTERS):
-            raise ValueError(
-                f"{op}: router is {self.router!r}; expected one of {', '.join(ROUTERS)}"
-            )
+        check_choice(op, "router", self.router, ROUTERS)
         if (self.alpha is None) != (self.limit is None):
             raise ValueError(
                 f"{op}: alpha is {self.alpha} and limit is {self.limit}; expected both, or none"

@@ -254,12 +254,12 @@ def _gpt2(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _experts(facts: Facts) -> dict[str, int]:
+def _experts(facts: Facts, name: str = "num_experts") -> dict[str, int]:
     count = facts.count("expert_count")
     chosen = facts.count("expert_used_count")
     if chosen > count:
         raise refused(facts.file, f"has {chosen} experts of a token; expected at most {count}")
-    return {"num_experts": count, "num_experts_per_tok": chosen}
+    return {name: count, "num_experts_per_tok": chosen}
 
 
 def _expert_size(facts: Facts) -> int:
@@ -297,31 +297,28 @@ def _olmoe(facts: Facts) -> dict[str, Any]:
 
 
 def _granitemoe(facts: Facts) -> dict[str, Any]:
-    experts = _experts(facts)
     shared = facts.count("expert_shared_feed_forward_length", 0, least=0)
     more = {"shared_intermediate_size": shared} if shared else {}
     return {
         **_granite(facts),
+        **_experts(facts, "num_local_experts"),
         **more,
         "model_type": "granitemoeshared" if shared else "granitemoe",
         "intermediate_size": _expert_size(facts),
-        "num_local_experts": experts["num_experts"],
-        "num_experts_per_tok": experts["num_experts_per_tok"],
     }
 
 
 def _gpt_oss(facts: Facts) -> dict[str, Any]:
-    entries, experts = _common(facts), _experts(facts)
+    entries = _common(facts)
     layers, rope = entries["num_hidden_layers"], _rope(facts, entries["head_dim"])
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False
     kinds = ("sliding_attention", "full_attention")
     return {
         **entries,
+        **_experts(facts, "num_local_experts"),
         "model_type": "gpt_oss",
         "intermediate_size": _expert_size(facts),
-        "num_local_experts": experts["num_experts"],
-        "num_experts_per_tok": experts["num_experts_per_tok"],
         "attention_bias": "blk.0.attn_q.bias" in facts.file.tensors,
         "sliding_window": facts.count("attention.sliding_window"),
         "layer_types": [kinds[i % 2] for i in range(layers)],
