@@ -21,7 +21,7 @@ import torch
 import transformers
 
 import lmdecode
-from benchmarks.report import machine
+from benchmarks.report import machine_line
 
 SIZES: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16,
@@ -123,7 +123,7 @@ def main() -> None:
                 accepted = stats.accepted_tokens / stats.drafted_tokens
                 per_step = rows * (given.new - 1) / (stats.steps - 1)
                 table.append((kind, rows, accepted, per_step, without, with_drafts))
-    print(machine(torch.get_num_threads()), "\n")
+    print(machine_line(torch.get_num_threads()), "\n")
     print("| texts | at once | accepted | tokens a step | tokens/s without | with | ratio |")
     print("|---|---|---|---|---|---|---|")
     for kind, rows, accepted, per_step, without, with_drafts in table:

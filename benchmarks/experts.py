@@ -26,7 +26,7 @@ import lmdecode
 from benchmarks.expert_files import GPT_OSS, QWEN3_MOE, Sizes, bare, write_model
 from benchmarks.limits import streaming_read
 from benchmarks.quality.llama_cpp import speeds, step_speed
-from benchmarks.report import machine
+from benchmarks.report import machine_line
 from lmdecode.decoder.causal_caches import CausalCaches
 
 PROMPT, NEW, ROWS = 512, 32, (1, 8)
@@ -147,7 +147,7 @@ def main() -> None:
                 table += compared(sizes, path, _loaded(path), arguments.rounds)
             path = _file(folder, f"{name}.bare", bare(sizes))
             limits += against_memory(bare(sizes), _loaded(path), arguments.rounds)
-    print(", ".join(f"{name} {value}" for name, value in machine(torch.get_num_threads()).items()))
+    print(machine_line(torch.get_num_threads()))
     if table:
         print("\n| layers of | tokens a second | lmdecode | llama.cpp | ratio |")
         print("\n".join(["|---|---|---|---|---|", *table]))

@@ -20,7 +20,7 @@ import torch
 
 import lmdecode
 from benchmarks.expert_files import GPT_OSS, write_model
-from benchmarks.report import machine
+from benchmarks.report import machine_line, memory_of
 
 VOCAB, NEW = 201088, 16
 
@@ -35,7 +35,7 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while self._is_open:
-            self.peak = max(self.peak, own_memory())
+            self.peak = max(self.peak, memory_of()[0])
             time.sleep(0.005)
 
     def __enter__(self) -> PeakMemory:
@@ -47,13 +47,6 @@ class PeakMemory:
         """Stop."""
         self._is_open = False
         self._thread.join()
-
-
-def own_memory() -> int:
-    """Return the bytes of anonymous memory that this process has (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["RssAnon"].split()[0]) << 10
 
 
 def main() -> None:
@@ -68,8 +61,8 @@ def main() -> None:
         if not path.exists():
             write_model(path, sizes)
         size = path.stat().st_size
-        print(", ".join(f"{k} {v}" for k, v in machine(torch.get_num_threads()).items()))
-        before = own_memory()
+        print(machine_line(torch.get_num_threads()))
+        before = memory_of()[0]
         begin = time.perf_counter()
         with PeakMemory() as loading:
             decoding = lmdecode.Decoding.from_pretrained(path, None)

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -72,6 +73,18 @@ def machine(threads: int) -> dict[str, str]:
         "Python": platform.python_version(),
         "load average": load,
     }
+
+
+def machine_line(threads: int) -> str:
+    """Return what ``machine`` describes in a line."""
+    return "; ".join(f"{name}: {fact}" for name, fact in machine(threads).items())
+
+
+def memory_of(process: int | str = "self") -> tuple[int, int]:
+    """Return the resident bytes of a process: what is its own, and all (Linux)."""
+    status = Path(f"/proc/{process}/status").read_text()
+    found = dict(re.findall(r"(RssAnon|VmRSS):\s+(\d+) kB", status))
+    return int(found["RssAnon"]) << 10, int(found["VmRSS"]) << 10
 
 
 def markdown_table(head: list[str], rows: Iterable[list[str]], numbers_from: int) -> str:

@@ -14,7 +14,6 @@ import http.client
 import json
 import os
 import random
-import re
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import machine
+from benchmarks.report import machine_line, memory_of
 from benchmarks.servers import Server, started
 from lmdecode._checks import check_int
 
@@ -94,13 +93,6 @@ def ask(numbers: Sequence[int]) -> None:
     connection.close()
 
 
-def memory_of(process: int) -> tuple[float, float]:
-    """Return the resident memory in MB: what is the process's own, and all."""
-    text = Path(f"/proc/{process}/status").read_text()
-    found = {name: int(kb) / 1000 for name, kb in re.findall(r"(Rss\w+|VmRSS):\s+(\d+) kB", text)}
-    return found["RssAnon"], found["VmRSS"]
-
-
 def wait_until_idle() -> None:
     """Wait until no request is left."""
     while True:
@@ -123,7 +115,7 @@ def measure(server: Server, requests: int, every: int) -> list[float]:
             for done in threads.map(ask, [numbers[i::CLIENTS] for i in range(CLIENTS)]):
                 assert done is None
         wait_until_idle()
-        own, whole = memory_of(server.process)
+        own, whole = (size / 1e6 for size in memory_of(server.process))
         found.append(own)
         seconds = time.perf_counter() - begin
         print(
@@ -152,7 +144,7 @@ def main() -> int:
                    "--name", "m", "--threads", str(given.threads), "--context", "512",
                    "--chat-template", template, *given.options.split()]  # fmt: skip
         with started("lmdecode", command, PORT, "m") as server:
-            print("; ".join(f"{name}: {value}" for name, value in machine(given.threads).items()))
+            print(machine_line(given.threads))
             print("| requests | own, MB | more than after the first line | all, MB | seconds |")
             print("|---|---|---|---|---|")
             found = measure(server, given.requests, given.every)

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import machine
+from benchmarks.report import machine_line
 from lmdecode._checks import check_int
 
 CLIENTS = (1, 8, 32)
@@ -238,7 +238,7 @@ def main() -> int:
                     )
                 )
             )
-        print("; ".join(f"{name}: {value}" for name, value in machine(given.threads).items()))
+        print(machine_line(given.threads))
         print("| clients | prompt | " + " | ".join(
             f"{s.name}: tokens/s, first token" for s in servers) + " | ratio |")  # fmt: skip
         print("|---|---|" + "---|" * (len(servers) + 1))

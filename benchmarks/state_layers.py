@@ -19,7 +19,7 @@ import torch
 
 import lmdecode
 from benchmarks.quality.llama_cpp import speeds
-from benchmarks.report import machine
+from benchmarks.report import machine_line
 from lmdecode.decoder.causal_caches import CausalCaches
 
 SIZE, FFN, LAYERS, VOCAB = 1024, 3584, 24, 248320
@@ -126,7 +126,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             theirs = speeds(path, prompt=PROMPT, new=NEW, threads=threads)
             rows.append((*ours(decoding.decoder, PROMPT, NEW), *theirs))
-    print(", ".join(f"{name}: {fact}" for name, fact in machine(threads).items()), "\n")
+    print(machine_line(threads), "\n")
     print("| tokens a second | ours, int8 | llama.cpp, Q8_0 | ratio |\n|---|---|---|---|")
     for name, at in ((f"a prompt of {PROMPT}", 0), ("steps", 1)):
         own, peer = (statistics.median(row[i] for row in rows) for i in (at, at + 2))

@@ -33,7 +33,7 @@ from benchmarks.quality.speech import (
     word_error_rate,
     words,
 )
-from benchmarks.report import machine
+from benchmarks.report import machine_line
 from lmdecode._checks import check_int
 
 SHORT = 16
@@ -188,7 +188,7 @@ def main() -> int:
             Case("long, together", ["long"], "together"),
             Case(f"{len(short)} short", short, "short"),
         ]
-        print("; ".join(f"{name}: {value}" for name, value in machine(given.threads).items()))
+        print(machine_line(given.threads))
         print(f"long: {seconds['long']:.0f} s; short: {sum(seconds[n] for n in short):.0f} s")
         head = ["sound", "search", "", "seconds", "CPU s", "x lmdecode", "words wrong",
                 "other than transformers'"]  # fmt: skip
