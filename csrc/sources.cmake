@@ -56,6 +56,7 @@ set(CPU_SOURCES
   decoder/encoder_forward_cpu.cpp
   decoder/experts_cpu.cpp
   decoder/faster_transformer_search.cpp
+  decoder/per_layer_input_cpu.cpp
   decoder/state_layer_cpu.cpp
   decoder/step_attention_cpu.cpp
   kv_cache/block_table.cpp

@@ -5,7 +5,23 @@
 namespace lmdecode::decoder {
 namespace {
 
-constexpr size_t kConfigEntries = 30, kNumbers = 10;
+constexpr size_t kConfigEntries = 36, kNumbers = 12;
+
+// prefix: of the names of these sizes.
+void check_heads(const char* op, const char* prefix, const DecoderConfig& c,
+                 const HeadSizes& heads) {
+  if (c.heads % heads.kv_heads != 0) {
+    fail(op, "config.", prefix, "num_kv_heads is ", heads.kv_heads,
+         "; expected a divisor of num_heads, ", c.heads);
+  }
+  if (c.heads * heads.size * (c.attention_gate ? 2 : 1) + 2 * heads.key_size() >= kMaxDecoderSize) {
+    fail(op, "config has ", c.heads, " heads of ", heads.size, "; expected fewer than 2^31 in all");
+  }
+  if (heads.turned % 2 != 0 || heads.turned > heads.size) {
+    fail(op, "config.", prefix, "rotary_size is ", heads.turned, "; expected an even number up to ",
+         heads.size);
+  }
+}
 
 }  // namespace
 
@@ -21,7 +37,8 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   c.head_size = list.next("head_size", 1);
   c.ffn_size = list.next("ffn_size", 1);
   c.vocab = list.next("vocab_size", 1);
-  m.rotary_size = list.next("rotary_size", 0);
+  HeadSizes& windowed = m.heads[1];
+  windowed = {c.kv_heads, c.head_size, list.next("rotary_size", 0)};
   m.num_rotary = list.next("num_rotary", 0, 1 << 10);
   m.weights.num_positions = list.next("num_positions", 0);
   m.norms_all_heads = list.next_flag("norms_all_heads");
@@ -29,7 +46,7 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   c.gated = list.next_flag("gated");
   c.activation = static_cast<linear::Activation>(list.next("activation", 1, 4));
   c.format = list.next_format();
-  m.embedding_format = static_cast<EmbeddingFormat>(list.next("embedding_format", 0, 3));
+  m.embedding.format = static_cast<EmbeddingFormat>(list.next("embedding_format", 0, 3));
   c.norm_first = true;
   c.attention_gate = list.next_flag("attention_gate");
   m.mixer.size = c.model_size;
@@ -60,17 +77,20 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   e.router = static_cast<RouterKind>(list.next("router", 0, 2));
   e.is_normalized = list.next_flag("is_normalized");
   e.is_clamped = list.next_flag("is_clamped");
-  if (c.heads % c.kv_heads != 0) {
-    fail(op, "config.num_kv_heads is ", c.kv_heads, "; expected a divisor of num_heads, ", c.heads);
-  }
-  if (c.qkv_size() >= kMaxDecoderSize) {
-    fail(op, "config has ", c.heads, " heads of ", c.head_size,
-         "; expected fewer than 2^31 in all");
-  }
-  if (m.rotary_size % 2 != 0 || m.rotary_size > c.head_size) {
-    fail(op, "config.rotary_size is ", m.rotary_size, "; expected an even number up to ",
-         c.head_size);
-  }
+  HeadSizes& global = m.heads[0];
+  global.size = list.next("global_head_size", 1);
+  global.kv_heads = list.next("global_num_kv_heads", 1);
+  global.turned = list.next("global_rotary_size", 0);
+  check_heads(op, "", c, windowed);
+  check_heads(op, "global_", c, global);
+  c.widest_projection =
+      std::max(c.widest_projection,
+               c.heads * global.size * (c.attention_gate ? 2 : 1) + 2 * global.key_size());
+  c.widest_mixed = std::max(c.widest_mixed, c.heads * global.size);
+  m.norms_values = list.next_flag("value_norm");
+  m.per_layer.size = list.next("per_layer_size", 0, (kMaxDecoderSize - 1) / c.layers);
+  m.per_layer.rows.format = static_cast<EmbeddingFormat>(list.next("per_layer_format", 1, 3));
+  c.ffn_size = std::max(c.ffn_size, m.per_layer.size);  // of scratch: layers have their own
   const size_t rotary = static_cast<size_t>(m.num_rotary);
   if (numbers.size() != kNumbers + rotary) {
     fail(op, "numbers has ", numbers.size(), " entries; expected ", kNumbers + rotary);
@@ -85,6 +105,8 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   e.scale = static_cast<float>(numbers[7]);
   e.alpha = static_cast<float>(numbers[8]);
   e.limit = static_cast<float>(numbers[9]);
+  m.per_layer.scale = static_cast<float>(numbers[10]);
+  m.per_layer.norm_epsilon = static_cast<float>(numbers[11]);
   for (size_t i = 0; i < rotary; ++i) {
     rotary_scales->push_back(static_cast<float>(numbers[kNumbers + i]));
   }
@@ -94,8 +116,8 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
 namespace {
 
 // In the row of a layer.
-constexpr int64_t kFfnUpColumn = 15, kMixerColumn = 22, kSinksColumn = 27, kExpertsColumn = 28;
-constexpr int64_t kDecayColumn = kMixerColumn + 2;
+constexpr int64_t kFfnUpColumn = 17, kMixerColumn = 24, kSinksColumn = 29, kExpertsColumn = 30;
+constexpr int64_t kDecayColumn = kMixerColumn + 2, kPerLayerColumn = 45;
 
 void read_mixer(const char* op, WeightParts& parts, const MixerConfig& m, MixerWeights* w) {
   const auto next = [&](const char* name, int64_t count) {
@@ -190,6 +212,70 @@ ExpertsWeights experts_of(WeightParts& parts, const DecoderConfig& c) {
   return w;
 }
 
+// Norms of a layer with experts beside a feed-forward layer: all four, or none.
+void read_expert_norms(const char* op, WeightParts& parts, const DecoderConfig& c,
+                       LayerWeights* w) {
+  w->router_norm = parts.norm("router_norm_gamma", nullptr, c.model_size);
+  w->experts.scales = parts.next<float>("router_scale", c.experts.count);
+  w->experts_norm = parts.norm("experts_norm_gamma", nullptr, c.model_size);
+  w->experts_out_norm = parts.norm("experts_out_norm_gamma", nullptr, c.model_size);
+  w->shared_out_norm = parts.norm("shared_out_norm_gamma", nullptr, c.model_size);
+  int64_t count = 0;
+  for (const NormWeights* norm :
+       {&w->router_norm, &w->experts_norm, &w->experts_out_norm, &w->shared_out_norm}) {
+    count += norm->gamma != nullptr ? 1 : 0;
+  }
+  if (count == 0) return;
+  if (count < 4 || w->ffn_out_norm.gamma == nullptr || c.experts.shared_size == 0) {
+    fail(op, "weights have ", count,
+         " norms of experts; expected 4, with a shared expert and ffn_out_norm_gamma, or none");
+  }
+}
+
+// Rows of tokens that are no matrix of products.
+void read_rows(const char* op, WeightParts& parts, const char* name, int64_t vocab, int64_t size,
+               TokenRows* rows) {
+  switch (rows->format) {
+    case EmbeddingFormat::kLogits:
+      return parts.skip();
+    case EmbeddingFormat::kFloat32:
+      rows->values = parts.next<float>(name, vocab * size);
+      break;
+    case EmbeddingFormat::kBFloat16:
+      rows->values = parts.next<BFloat16>(name, vocab * size);
+      break;
+    case EmbeddingFormat::kPacked:
+      rows->packed = parts.matrix(name, std::nullopt, size, vocab);
+      return;
+  }
+  if (rows->values == nullptr) fail(op, "weights have no ", name, "; expected it");
+}
+
+void read_per_layer(const char* op, WeightParts& parts, CausalModel* m) {
+  const DecoderConfig& c = m->config;
+  PerLayerModel& p = m->per_layer;
+  const int64_t size = c.layers * p.size;
+  if (size == 0) return parts.skip(3);
+  read_rows(op, parts, "per_layer_embedding", c.vocab, size, &p.rows);
+  p.projection.parts[0] = parts.matrix("per_layer_projection", c.format, c.model_size, size);
+  p.projection.out_features = size;
+  p.norm = parts.next<float>("per_layer_norm_gamma", p.size);
+}
+
+void read_per_layer(WeightParts& parts, const CausalModel& m, PerLayerWeights* w) {
+  const int64_t size = m.config.model_size;
+  if (m.per_layer.size > 0) {
+    w->gate.parts[0] = parts.matrix("per_layer_gate", m.config.format, size, m.per_layer.size);
+    w->out.parts[0] = parts.matrix("per_layer_out", m.config.format, m.per_layer.size, size);
+    w->gate.out_features = m.per_layer.size;
+    w->out.out_features = size;
+    w->out_norm = parts.norm("per_layer_out_norm_gamma", nullptr, size);
+  } else {
+    parts.skip(3);
+  }
+  w->scale = parts.next<float>("layer_scale", 1);
+}
+
 }  // namespace
 
 CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& from,
@@ -199,46 +285,28 @@ CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& fro
   from.check_rows(op, c.layers);
   model.rotary_scales = rotary_scales.data();
   WeightParts parts = from.row(op, 0, headers);
-  switch (model.embedding_format) {
-    case EmbeddingFormat::kLogits:
-      parts.skip();
-      break;
-    case EmbeddingFormat::kFloat32:
-      model.embedding = parts.next<float>("embedding", c.vocab * c.model_size);
-      break;
-    case EmbeddingFormat::kBFloat16:
-      model.embedding = parts.next<BFloat16>("embedding", c.vocab * c.model_size);
-      break;
-    case EmbeddingFormat::kPacked:
-      model.rows = parts.matrix("embedding", std::nullopt, c.model_size, c.vocab);
-      break;
-  }
-  if (model.embedding == nullptr && (model.embedding_format == EmbeddingFormat::kFloat32 ||
-                                     model.embedding_format == EmbeddingFormat::kBFloat16)) {
-    fail(op, "weights have no embedding; expected it");
-  }
+  read_rows(op, parts, "embedding", c.vocab, c.model_size, &model.embedding);
   model.weights.positions =
       parts.next<float>("positions", model.weights.num_positions * c.model_size);
   if ((model.weights.positions == nullptr) != (model.weights.num_positions == 0)) {
     fail(op, "config.num_positions is ", model.weights.num_positions,
          "; expected 0 just where weights have no positions");
   }
-  model.frequencies = parts.next<float>("rotary", model.num_rotary * model.rotary_size / 2);
+  model.frequencies = parts.next<float>("rotary", model.num_rotary * model.most_turned() / 2);
   if (model.frequencies == nullptr && model.num_rotary > 0) {
     fail(op, "weights have no rotary; expected it");
   }
   model.weights.final_norm = parts.norm("final_norm_gamma", "final_norm_beta", c.model_size);
   model.weights.logits = parts.linear("logits", "logits_bias", c.format, c.model_size, c.vocab);
-  if (model.embedding_format == EmbeddingFormat::kLogits) {
+  if (model.embedding.format == EmbeddingFormat::kLogits) {
     if (model.weights.logits.num_parts != 1) {
       fail(op, "weights.logits has ", model.weights.logits.num_parts,
            " parts; expected one, as it is the embedding");
     }
-    model.rows = model.weights.logits.parts[0];
+    model.embedding.packed = model.weights.logits.parts[0];
   }
+  read_per_layer(op, parts, &model);
 
-  const int64_t head = model.norms_all_heads ? c.attention_size() : c.head_size;
-  const int64_t key_head = model.norms_all_heads ? c.key_size() : c.head_size;
   for (int64_t i = 1; i <= c.layers; ++i) {
     WeightParts of_layer = from.row(op, i, headers);
     const auto number = [&](const char* name, int64_t low, int64_t high) {
@@ -252,10 +320,22 @@ CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& fro
     layer.cache = number("cache", has_mixers ? -1 : 0, kMaxPagedCaches - 1);
     layer.cache_layer =
         number("cache_layer", 0, layer.has_state() ? kMaxDecoderSize - 1 : c.layers - 1);
+    layer.keys = static_cast<KeySource>(number("keys", 0, 2));
+    layer.ffn_size = number("ffn_size", 1, c.ffn_size);
     const bool has_state = layer.has_state();
-    const int64_t projected = has_state ? model.mixer.projected() : c.qkv_size();
-    const int64_t mixed = has_state ? model.mixer.mixed() : c.attention_size();
+    if (layer.keys != KeySource::kShared) model.last_with_keys = i - 1;
+    layer.heads = model.heads[window == 0 ? 0 : 1];
     LayerWeights& w = layer.weights;
+    const int64_t query_size = c.heads * layer.heads.size, key_size = layer.heads.key_size();
+    const int64_t mixed = has_state ? model.mixer.mixed() : query_size;
+    int64_t projected = query_size * (c.attention_gate ? 2 : 1);
+    if (layer.keys != KeySource::kShared) projected += key_size;
+    w.qkv_stride = projected;
+    if (layer.keys != KeySource::kShared) w.qkv_stride += key_size;
+    if (layer.keys == KeySource::kOwn) projected += key_size;
+    if (has_state) projected = w.qkv_stride = model.mixer.projected();
+    const int64_t head = model.norms_all_heads ? query_size : layer.heads.size;
+    const int64_t key_head = model.norms_all_heads ? key_size : layer.heads.size;
     w.self_norm = of_layer.norm("attention_norm_gamma", "attention_norm_beta", c.model_size);
     w.qkv = of_layer.linear("qkv", "qkv_bias", c.format, c.model_size, projected);
     layer.query_norm = of_layer.next<float>("query_norm_gamma", head);
@@ -266,7 +346,7 @@ CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& fro
     w.ffn_norm = of_layer.norm("ffn_norm_gamma", "ffn_norm_beta", c.model_size);
     const bool has_experts = of_layer.has(kExpertsColumn - kFfnUpColumn);
     if (has_experts && c.experts.count == 0) fail(op, "layout[", i, "] has experts; expected none");
-    const int64_t inner = has_experts ? c.experts.shared_size : c.ffn_size;
+    const int64_t inner = has_experts ? c.experts.shared_size : layer.ffn_size;
     const auto linear = [&](const char* name, const char* bias, bool is_there, int64_t in,
                             int64_t out) {
       LinearWeights found;
@@ -287,7 +367,13 @@ CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& fro
       of_layer.skip(kSinksColumn - kMixerColumn);
     }
     layer.sinks = of_layer.next<float>("sinks", c.heads);
-    if (has_experts) w.experts = experts_of(of_layer, c);
+    if (has_experts) {
+      w.experts = experts_of(of_layer, c);
+      read_expert_norms(op, of_layer, c, &w);
+    } else {
+      of_layer.skip(kPerLayerColumn - kExpertsColumn);
+    }
+    read_per_layer(of_layer, model, &layer.per_layer);
     layers.push_back(layer);
   }
   model.layers = layers.data();

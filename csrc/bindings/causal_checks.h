@@ -10,10 +10,10 @@
 namespace lmdecode::decoder {
 
 // The weights, in one memory, with the layers that they refer to. A layer's row of the layout
-// begins with four numbers. Whether there is the cache that a layer names is checked in
+// begins with six numbers. Whether there is the cache that a layer names is checked in
 // causal_forward_, which has the caches.
 struct CausalWeightsModel {
-  static constexpr int64_t kLayoutColumns = 38;
+  static constexpr int64_t kLayoutColumns = 49;
   std::vector<CausalLayer> layers;
   std::vector<float> rotary_scales;
   CausalModel model;

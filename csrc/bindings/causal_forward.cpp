@@ -97,12 +97,6 @@ int64_t check_entries(const CausalForwardParams& p, int64_t num_tokens) {
 
 void check_layers(const CausalForwardParams& p) {
   const DecoderConfig& c = p.model->config;
-  for (int64_t i = 0; i < p.num_caches; ++i) {
-    const PagedCache& cache = p.caches[i];
-    if (cache.kv_heads == c.kv_heads && cache.head_size == c.head_size) continue;
-    fail(kForwardOp, "caches.pool has ", cache.kv_heads, " heads of ", cache.head_size,
-         "; expected ", c.kv_heads, " of ", c.head_size);
-  }
   for (int64_t i = 0; i < c.layers; ++i) {
     const CausalLayer& layer = p.model->layers[i];
     if (layer.has_state()) {
@@ -115,9 +109,14 @@ void check_layers(const CausalForwardParams& p) {
         layer.cache < p.num_caches && layer.cache_layer < p.caches[layer.cache].layers;
     const int64_t kept = is_there ? p.caches[layer.cache].window : 0;
     const bool fits = kept == 0 || (layer.window != attention::kUnlimited && layer.window <= kept);
-    if (is_there && fits) continue;
-    fail(kForwardOp, "layout[", i + 1, "] has layer ", layer.cache_layer, " of cache ", layer.cache,
-         "; expected one that caches have, with its window at least");
+    if (!is_there || !fits) {
+      fail(kForwardOp, "layout[", i + 1, "] has layer ", layer.cache_layer, " of cache ",
+           layer.cache, "; expected one that caches have, with its window at least");
+    }
+    const PagedCache& cache = p.caches[layer.cache];
+    if (cache.kv_heads == layer.heads.kv_heads && cache.head_size == layer.heads.size) continue;
+    fail(kForwardOp, "caches.pool has ", cache.kv_heads, " heads of ", cache.head_size,
+         "; expected ", layer.heads.kv_heads, " of ", layer.heads.size);
   }
 }
 

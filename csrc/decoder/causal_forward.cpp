@@ -1,7 +1,6 @@
 #include "decoder/causal_forward.h"
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -11,6 +10,7 @@
 #include "decoder/causal_rows.h"
 #include "decoder/causal_workspace.h"
 #include "decoder/decoder_tuning.h"
+#include "decoder/rotary_angles.h"
 #include "decoder/state_layer.h"
 #include "linear/norms.h"
 
@@ -34,7 +34,7 @@ class CausalForward {
       place_rows();
       embed();
       compute_angles();
-      for (int64_t layer = 0; layer < c_.layers; ++layer) run_layer(m_.layers[layer]);
+      for (int64_t layer = 0; layer < c_.layers && rows_ > 0; ++layer) run_layer(m_.layers[layer]);
       drop_blocks();
       write_logits();
     }
@@ -43,11 +43,13 @@ class CausalForward {
   // LayerAttention::self() of a layer.
   int64_t attend(const CausalLayer& layer, float* qkv, float* out, float* x);
   int64_t mix(const CausalLayer& layer, float* projected, float* out, float* x);
+  void prepare_heads(const CausalLayer& layer, float* qkv) const;
 
  private:
   const CausalEntry& entry_of(const Segment& segment) const { return p_.entries[segment.entry]; }
 
-  bool is_last(const CausalLayer& layer) const { return &layer == m_.layers + c_.layers - 1; }
+  // Whether no layer behind it has keys, or a state, of its own.
+  bool is_last(const CausalLayer& layer) const { return &layer == m_.layers + m_.last_with_keys; }
 
   bool is_prompt(const Segment& segment) const { return entry_of(segment).is_prompt != 0; }
 
@@ -195,13 +197,14 @@ class CausalForward {
     group->rows = rows_ - group->first_row;
   }
 
-  // In the last layer keys and values are all that is wanted of rows without logits. Of the others
-  // x, queries [rows, query_bytes] and, where they are given, projected [rows, qkv_size] move up.
+  // In the last layer with keys of its own these are all that is wanted of rows without logits. Of
+  // the others x, queries [rows, query_bytes] and, where they are given, projected [rows, size]
+  // move up, and what the layers behind it read.
   void keep_rows_with_logits(float* x, void* queries, int64_t query_bytes,
-                             float* projected = nullptr) {
+                             float* projected = nullptr, int64_t size = 0) {
     if (num_logits_ == rows_) return;
     char* const bytes = static_cast<char*>(queries);
-    const int64_t size = c_.qkv_size();
+    const int64_t inputs = c_.layers * m_.per_layer.size;
     int64_t to = 0;
     for (const bool of_prompts : {true, false}) {  // in the order of rows
       for (int64_t i = 0; i < num_segments_; ++i) {
@@ -214,12 +217,15 @@ class CausalForward {
           std::copy_n(x + from * c_.model_size, c_.model_size, x + to * c_.model_size);
           if (projected != nullptr)
             std::copy_n(projected + from * size, size, projected + to * size);
+          std::copy_n(w_.per_layer + from * inputs, inputs, w_.per_layer + to * inputs);
+          w_.positions[to] = w_.positions[from];
         }
         segment.position += segment.count - segment.logits;
         segment.count = segment.logits;
       }
     }
     list_sequences();
+    if (m_.last_with_keys < c_.layers - 1) compute_angles();
   }
 
   void embed() const {
@@ -228,57 +234,36 @@ class CausalForward {
                   [&](int64_t begin, int64_t end) {
                     for (int64_t row = begin; row < end; ++row) embed_row(row, w_.x + row * size);
                   });
+    if (m_.per_layer.size == 0) return;
+    per_layer_inputs_cpu(c_, m_.per_layer, w_.tokens, w_.x, rows_, buffers_.linear_input,
+                         w_.table_rows, w_.per_layer);
   }
 
   void embed_row(int64_t row, float* x) const {
-    const int64_t size = c_.model_size, token = w_.tokens[row];
-    if (m_.rows.packed != nullptr) {
-      read_packed_row(m_.rows, token, x);
-    } else if (m_.embedding_format == EmbeddingFormat::kFloat32) {
-      std::copy_n(static_cast<const float*>(m_.embedding) + token * size, size, x);
-    } else {
-      const BFloat16* const from = static_cast<const BFloat16*>(m_.embedding) + token * size;
-      for (int64_t i = 0; i < size; ++i) x[i] = to_float(from[i]);
-    }
+    const int64_t size = c_.model_size;
+    m_.embedding.read(w_.tokens[row], size, x);
     for (int64_t i = 0; i < size; ++i) x[i] *= c_.embedding_scale;
     if (m_.weights.positions == nullptr) return;
     const float* const position = m_.weights.positions + w_.positions[row] * size;
     for (int64_t i = 0; i < size; ++i) x[i] += position[i];
   }
 
-  // Angles in float32, as transformers has them; their sines and cosines rounded once.
   void compute_angles() const {
-    const int64_t half = m_.rotary_size / 2;
-    for (int64_t rotary = 0; rotary < m_.num_rotary; ++rotary) {
-      const float* const frequencies = m_.frequencies + rotary * half;
-      const float scale = m_.rotary_scales[rotary];
-      // half may be 0
-      const double row_nanoseconds = 1.0 + tuning::kNanosecondsPerAngle * static_cast<double>(half);
-      parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-          const int64_t at = (rotary * p_.max_rows + row) * half;
-          const float position = static_cast<float>(w_.positions[row]);
-          for (int64_t i = 0; i < half; ++i) {
-            const double angle = static_cast<double>(frequencies[i] * position);
-            w_.cosines[at + i] = static_cast<float>(std::cos(angle)) * scale;
-            w_.sines[at + i] = static_cast<float>(std::sin(angle)) * scale;
-          }
-        }
-      });
-    }
+    rotary_angles(m_, w_.positions, rows_, p_.max_rows, w_.cosines, w_.sines);
   }
 
   void run_layer(const CausalLayer& layer);
 
-  void norm_heads(const float* gamma, float* first, int64_t heads) const {
-    if (gamma == nullptr) return;
+  // gamma [size], or null: 1. first: of heads that begin in rows of this stride.
+  void norm_heads(const float* gamma, float* first, int64_t stride, int64_t all,
+                  int64_t size) const {
     linear::NormParams params;
-    params.x_stride = params.y_stride = c_.qkv_size();
+    params.x_stride = params.y_stride = stride;
     params.rows = rows_;
-    params.size = m_.norms_all_heads ? heads * c_.head_size : c_.head_size;
+    params.size = size;
     params.gamma = gamma;
     params.eps = c_.norm_epsilon;
-    for (int64_t at = 0; at < heads * c_.head_size; at += params.size) {
+    for (int64_t at = 0; at < all; at += size) {
       params.x = params.y = first + at;
       c_.norm == NormKind::kLayerNorm ? layer_norm(params) : rms_norm(params);
     }
@@ -292,19 +277,20 @@ class CausalForward {
     a.dtype = cache.dtype;
     a.sequences = group.sequences;
     a.q_heads = c_.heads;
-    a.kv_heads = c_.kv_heads;
-    a.head_size = a.value_size = c_.head_size;
+    a.kv_heads = layer.heads.kv_heads;
+    const int64_t head_size = layer.heads.size, out_stride = c_.heads * head_size;
+    a.head_size = a.value_size = head_size;
     a.kv_len = max_blocks_ * cache.table.block_size;
     const bool is_float = cache.dtype == DType::kFloat32;
-    const int64_t q_stride = is_float ? c_.qkv_size() : c_.attention_size();
-    a.q_strides = {q_stride, c_.head_size, q_stride, 1};
-    a.out_strides = {c_.attention_size(), c_.head_size, c_.attention_size(), 1};
+    const int64_t q_stride = is_float ? layer.weights.qkv_stride : out_stride;
+    a.q_strides = {q_stride, head_size, q_stride, 1};
+    a.out_strides = {out_stride, head_size, out_stride, 1};
     if (is_float) {
       a.q = qkv + group.first_row * q_stride;
-      a.out = out + group.first_row * c_.attention_size();
+      a.out = out + group.first_row * out_stride;
     } else {
       a.q = w_.queries + group.first_row * q_stride;
-      a.out = w_.context + group.first_row * c_.attention_size();
+      a.out = w_.context + group.first_row * out_stride;
     }
     a.k = cache.keys(layer.cache_layer);
     a.v = cache.values(layer.cache_layer);
@@ -373,21 +359,45 @@ class CausalForward {
   int64_t rows_ = 0, num_segments_ = 0, num_logits_ = 0, logits_written_ = 0;
 };
 
+// Norms of the heads of what a layer's projection gave; values that are its keys.
+void CausalForward::prepare_heads(const CausalLayer& layer, float* qkv) const {
+  const HeadSizes& heads = layer.heads;
+  const int64_t stride = layer.weights.qkv_stride, query_size = c_.heads * heads.size;
+  const int64_t key_size = layer.keys == KeySource::kShared ? 0 : heads.key_size();
+  float* const keys = qkv + query_size;
+  float* const values = keys + key_size;
+  if (layer.keys == KeySource::kAreValues) {
+    const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(key_size);
+    parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        std::copy_n(keys + row * stride, key_size, values + row * stride);
+      }
+    });
+  }
+  const auto norm = [&](const float* gamma, float* first, int64_t all) {
+    norm_heads(gamma, first, stride, all, m_.norms_all_heads ? all : heads.size);
+  };
+  if (layer.query_norm != nullptr) norm(layer.query_norm, qkv, query_size);
+  if (layer.key_norm != nullptr) norm(layer.key_norm, keys, key_size);
+  if (m_.norms_values) norm_heads(nullptr, values, stride, key_size, heads.size);
+}
+
 int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, float* x) {
-  norm_heads(layer.query_norm, qkv, c_.heads);
-  norm_heads(layer.key_norm, qkv + c_.attention_size(), c_.kv_heads);
+  prepare_heads(layer, qkv);
+  const int64_t stride = layer.weights.qkv_stride, query_size = c_.heads * layer.heads.size;
   const PagedCache& cache = p_.caches[layer.cache];
   const bool is_float = cache.dtype == DType::kFloat32;
   CausalRowsParams rows;
   rows.heads = c_.heads;
-  rows.kv_heads = c_.kv_heads;
-  rows.head_size = c_.head_size;
+  rows.kv_heads = layer.keys == KeySource::kShared ? 0 : layer.heads.kv_heads;
+  rows.head_size = layer.heads.size;
   rows.qkv = qkv;
-  rows.row_stride = c_.qkv_size();
+  rows.row_stride = stride;
   if (layer.rotary >= 0) {
-    rows.half = m_.rotary_size / 2;
-    rows.cosines = w_.cosines + layer.rotary * p_.max_rows * rows.half;
-    rows.sines = w_.sines + layer.rotary * p_.max_rows * rows.half;
+    rows.half = layer.heads.turned / 2;
+    rows.angle_stride = m_.most_turned() / 2;
+    rows.cosines = w_.cosines + layer.rotary * p_.max_rows * rows.angle_stride;
+    rows.sines = w_.sines + layer.rotary * p_.max_rows * rows.angle_stride;
   }
   rows.dtype = cache.dtype;
   rows.queries = is_float ? nullptr : w_.queries;
@@ -396,14 +406,14 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
   rows.places = w_.places[layer.cache];
   rows.is_int8 = cache.is_int8;
   rows.head_stride = cache.head_stride();
-  const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(c_.qkv_size());
+  const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(stride);
   const auto to_cache = LMD_SELECT_KERNEL(decoder, causal_rows);
   parallel_rows(rows_, row_nanoseconds,
                 [&](int64_t begin, int64_t end) { to_cache(rows, begin, end); });
   if (is_last(layer)) {
-    is_float ? keep_rows_with_logits(x, qkv, c_.qkv_size() * 4)
-             : keep_rows_with_logits(x, w_.queries, c_.attention_size() * 2,
-                                     c_.attention_gate ? qkv : nullptr);
+    is_float ? keep_rows_with_logits(x, qkv, stride * 4)
+             : keep_rows_with_logits(x, w_.queries, query_size * 2,
+                                     c_.attention_gate ? qkv : nullptr, stride);
   }
 
   if (w_.prompts.rows > 0) {
@@ -419,14 +429,13 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
     sliding_window_decode_cpu(a);
   }
   if (!is_float) {
-    const ConvertRowsParams converted{w_.context, out, c_.attention_size()};
+    const ConvertRowsParams converted{w_.context, out, query_size};
     const auto convert = LMD_SELECT_KERNEL(decoder, convert_rows);
     parallel_rows(rows_, row_nanoseconds,
                   [&](int64_t begin, int64_t end) { convert(converted, begin, end); });
   }
   if (c_.attention_gate) {
-    const float* const gates = qkv + c_.qkv_size() - c_.attention_size();
-    const GateRowsParams gated{gates, c_.qkv_size(), out, c_.attention_size()};
+    const GateRowsParams gated{qkv + stride - query_size, stride, out, query_size};
     const auto gate = LMD_SELECT_KERNEL(decoder, gate_rows);
     parallel_rows(rows_, 2 * row_nanoseconds,
                   [&](int64_t begin, int64_t end) { gate(gated, begin, end); });
@@ -467,6 +476,11 @@ class CausalLayerAttention final : public LayerAttention {
 
 void CausalForward::run_layer(const CausalLayer& layer) {
   decoder_layer_cpu(c_, layer.weights, CausalLayerAttention(*this, layer), buffers_, rows_, w_.x);
+  if (rows_ == 0) return;
+  const int64_t size = m_.per_layer.size, number = &layer - m_.layers;
+  add_per_layer_input_cpu(c_, layer.per_layer, buffers_,
+                          size == 0 ? nullptr : w_.per_layer + number * size, c_.layers * size,
+                          rows_, w_.x);
 }
 
 }  // namespace

@@ -8,16 +8,35 @@
 // the same for any other entries, any chunks of its prompt, and any number of threads.
 #pragma once
 
+#include <algorithm>
+
 #include "decoder/decoder_layer.h"
 #include "decoder/layer_state.h"
 #include "decoder/paged_cache.h"
+#include "decoder/per_layer_input.h"
 #include "kv_cache/state_slots.h"
 
 namespace lmdecode::decoder {
 
+// What a layer's projection gives: queries and, unless it reads the cache of a layer before it,
+// keys and, unless these are its values, too, values.
+enum class KeySource : int32_t { kOwn = 0, kAreValues = 1, kShared = 2 };
+
+// Sizes of heads, of layers with a window or of those without.
+struct HeadSizes {
+  int64_t kv_heads = 0;
+  int64_t size = 0;
+  int64_t turned = 0;  // features that a rotary embedding turns
+
+  int64_t key_size() const { return kv_heads * size; }
+};
+
 // Settings of a layer in addition to LayerWeights.
 struct CausalLayer {
   LayerWeights weights;
+  PerLayerWeights per_layer;
+  HeadSizes heads;
+  KeySource keys = KeySource::kOwn;
   const float* query_norm = nullptr;  // see CausalModel::norms_all_heads; null: none
   const float* key_norm = nullptr;
   const float* sinks = nullptr;  // [heads]: of scores without a value; null: none
@@ -25,30 +44,33 @@ struct CausalLayer {
   int64_t rotary = -1;      // which of the frequencies; -1: queries and keys are not turned
   int64_t cache = 0;        // which of the caches; -1: the layer keeps a state instead, see mixer
   int64_t cache_layer = 0;  // of the cache; or floats before its state in that of the model
+  int64_t ffn_size = 0;     // of a layer without experts
   MixerWeights mixer;
 
   bool has_state() const { return cache < 0; }
 };
 
-// How the embedding is held.
-enum class EmbeddingFormat : int32_t { kLogits = 0, kFloat32 = 1, kBFloat16 = 2, kPacked = 3 };
-
 struct CausalModel {
   DecoderConfig config;
   DecoderWeights weights;  // embedding and layers are these instead:
-  EmbeddingFormat embedding_format = EmbeddingFormat::kFloat32;
-  const void* embedding = nullptr;      // [vocab, model_size] of kFloat32 and kBFloat16
-  linear::PackedLinear rows;            // whose rows are the embedding: kLogits and kPacked
+  TokenRows embedding;     // [model_size] each
+  PerLayerModel per_layer;
   const CausalLayer* layers = nullptr;  // [config.layers]
+  int64_t last_with_keys = 0;           // the last layer that keeps keys, or a state, of its own
   MixerConfig mixer;                    // of the layers that keep a state
-  int64_t rotary_size = 0;              // features of a head that are turned
+  HeadSizes heads[2];                   // of layers without a window, and of those with one
   int64_t num_rotary = 0;
-  const float* frequencies = nullptr;    // [num_rotary, rotary_size / 2]
+  const float* frequencies = nullptr;    // [num_rotary, most_turned() / 2]
   const float* rotary_scales = nullptr;  // [num_rotary]
   bool norms_all_heads = false;          // norms of queries and keys are of [heads * head_size]
+  bool norms_values = false;             // each head of values is divided by its root mean square
   float attention_softcap = 0.0f;
   float logits_softcap = 0.0f;
   float logits_scale = 1.0f;
+
+  int64_t most_turned() const { return std::max(heads[0].turned, heads[1].turned); }
+  // The widest of the layers with attention.
+  int64_t most_queries() const { return config.heads * std::max(heads[0].size, heads[1].size); }
 };
 
 struct CausalEntry {

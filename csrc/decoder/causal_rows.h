@@ -15,13 +15,14 @@ namespace lmdecode::decoder {
 
 struct CausalRowsParams {
   int64_t heads = 0;
-  int64_t kv_heads = 0;
+  int64_t kv_heads = 0;  // 0: there are queries alone
   int64_t head_size = 0;
   int64_t half = 0;                // pairs of features that are turned
+  int64_t angle_stride = 0;        // from a row of cosines or sines to the next
   float* qkv = nullptr;            // [rows, row_stride]: queries, in place, keys, values
   int64_t row_stride = 0;          // at least (heads + 2 kv_heads) * head_size
-  const float* cosines = nullptr;  // [rows, half]
-  const float* sines = nullptr;    // [rows, half]
+  const float* cosines = nullptr;  // [rows, angle_stride]
+  const float* sines = nullptr;    // likewise
   DType dtype = DType::kFloat32;   // of the cache
   bool is_int8 = false;            // or rows of attention::Int8Cell, rounded to a scale each
   // [rows, heads * head_size], where the cache is not float32: the queries in its dtype

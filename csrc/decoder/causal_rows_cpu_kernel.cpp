@@ -57,8 +57,8 @@ void run_rows(const CausalRowsParams& p, int64_t begin, int64_t end) {
     float* const keys = queries + query_size;
     if (p.half > 0) {
       for (int64_t head = 0; head < p.heads + p.kv_heads; ++head) {
-        turn(queries + head * p.head_size, p.cosines + row * p.half, p.sines + row * p.half,
-             p.half);
+        turn(queries + head * p.head_size, p.cosines + row * p.angle_stride,
+             p.sines + row * p.angle_stride, p.half);
       }
     }
     if constexpr (!std::is_same_v<T, Int8Cell>) {

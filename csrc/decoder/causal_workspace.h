@@ -35,10 +35,10 @@ struct CausalWorkspace {
   int64_t* tokens;                   // [max_rows]
   int64_t* positions;                // [max_rows]
   int64_t* places[kMaxPagedCaches];  // [max_rows]: see CausalRowsParams
-  float* cosines;                    // [num_rotary, max_rows, rotary_size / 2]
+  float* cosines;                    // [num_rotary, max_rows, most_turned() / 2]
   float* sines;                      // likewise
   float* x;                          // [max_rows, model_size]
-  uint16_t* queries;                 // [max_rows, attention_size], where caches are not float32
+  uint16_t* queries;                 // [max_rows, most_queries()], where caches are not float32
   uint16_t* context;                 // likewise
   int64_t* num_tokens;               // [sequences]
   kv_cache::BlockCopy* copies;       // [sequences]
@@ -46,6 +46,8 @@ struct CausalWorkspace {
   StateSegment* state_segments;  // [max_rows], of segments
   StateTarget* state_targets;    // [max_rows]
   float* gates;                  // [max_rows, state_layer_gates()]
+  float* table_rows;             // [max_rows, layers * per_layer.size]
+  float* per_layer;              // likewise: the inputs of layers
   unsigned char* layer;
 
   // With null for the memory it only counts. Returns the bytes.
@@ -56,12 +58,12 @@ struct CausalWorkspace {
     block.take(&segments, max_rows);
     block.take(&tokens, max_rows);
     block.take(&positions, max_rows);
-    const int64_t angles = m.num_rotary * max_rows * m.rotary_size / 2;
+    const int64_t angles = m.num_rotary * max_rows * m.most_turned() / 2;
     block.take(&cosines, angles);
     block.take(&sines, angles);
     block.take(&x, max_rows * c.model_size);
-    block.take(&queries, max_rows * c.attention_size());
-    block.take(&context, max_rows * c.attention_size());
+    block.take(&queries, max_rows * m.most_queries());
+    block.take(&context, max_rows * m.most_queries());
     block.take(&num_tokens, sequences);
     block.take(&copies, sequences);
     const int64_t most_prompts = std::min(sequences, max_rows);
@@ -78,6 +80,8 @@ struct CausalWorkspace {
       block.take(&state_targets, max_rows);
       block.take(&gates, max_rows * state_layer_gates(m.mixer));
     }
+    block.take(&table_rows, max_rows * c.layers * m.per_layer.size);
+    block.take(&per_layer, max_rows * c.layers * m.per_layer.size);
     block.take(&layer, static_cast<int64_t>(split_layer_buffers(c, max_rows, nullptr, buffers)));
     if (layer != nullptr) split_layer_buffers(c, max_rows, layer, buffers);
     return block.used();

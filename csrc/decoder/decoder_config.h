@@ -62,7 +62,8 @@ struct LinearWeights {
 
 struct LayerWeights {
   NormWeights self_norm;
-  LinearWeights qkv;  // queries, keys and values, concatenated
+  LinearWeights qkv;       // queries, keys and values, concatenated
+  int64_t qkv_stride = 0;  // from a row of what it gives to the next; 0: its own features
   LinearWeights self_out;
   NormWeights self_out_norm;  // of self-attention's output, before the residual
   NormWeights cross_norm;
@@ -73,7 +74,10 @@ struct LayerWeights {
   LinearWeights ffn_up;
   LinearWeights ffn_gate;  // where the config is gated: activation(gate) * up
   LinearWeights ffn_down;
-  ExpertsWeights experts;    // where there are any, ffn_up and so on are the shared expert's
+  ExpertsWeights experts;  // where there are any, ffn_up and so on are the shared expert's
+  // Of layers with experts: of what the router and what the experts read, without gamma what
+  // ffn_norm gives; and of what the shared expert and what the others give.
+  NormWeights router_norm, experts_norm, shared_out_norm, experts_out_norm;
   NormWeights ffn_out_norm;  // of the feed-forward layer's output, before the residual
 };
 

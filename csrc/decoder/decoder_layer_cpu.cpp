@@ -124,18 +124,47 @@ class Layer {
       project_ffn(weights, from);
       project(weights.ffn_down, buffers_.ffn, buffers_.experts.shared);
     }
+    if (weights.experts_out_norm.gamma != nullptr) return add_experts_beside(weights);
     const bool has_norm = weights.ffn_out_norm.gamma != nullptr;
-    ExpertsParams params;
-    params.config = &config_.experts;
-    params.weights = &weights.experts;
-    params.activation = config_.activation;
-    params.model_size = config_.model_size;
-    params.rows = rows_;
+    ExpertsParams params = experts_of(config_.experts, weights);
     params.x = from;
     params.residual = has_norm ? nullptr : x_;
     params.out = has_norm ? buffers_.normed : x_;
     experts_cpu(params, buffers_.experts);
     if (has_norm) add_normed(weights.ffn_out_norm);
+  }
+
+  // x += the norm of the sum of two norms: of what the shared expert gave, in buffers.shared, and
+  // of what the experts make of x, of which they and their router have norms of their own.
+  void add_experts_beside(const LayerWeights& weights) const {
+    float* const shared = buffers_.experts.shared;
+    ExpertsConfig without_shared = config_.experts;
+    without_shared.shared_size = 0;
+    ExpertsParams params = experts_of(without_shared, weights);
+    apply_norm(config_, weights.experts_norm, x_, buffers_.normed, rows_);
+    apply_norm(config_, weights.router_norm, x_, buffers_.experts.router_rows, rows_);
+    params.x = buffers_.normed;
+    params.router_x = buffers_.experts.router_rows;
+    params.out = buffers_.normed;
+    experts_cpu(params, buffers_.experts);
+    apply_norm(config_, weights.experts_out_norm, buffers_.normed, buffers_.normed, rows_);
+    apply_norm(config_, weights.shared_out_norm, shared, shared, rows_);
+    const int64_t size = config_.model_size;
+    const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(size);
+    parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin * size; i < end * size; ++i) buffers_.normed[i] += shared[i];
+    });
+    add_normed(weights.ffn_out_norm);
+  }
+
+  ExpertsParams experts_of(const ExpertsConfig& config, const LayerWeights& weights) const {
+    ExpertsParams params;
+    params.config = &config;
+    params.weights = &weights.experts;
+    params.activation = config_.activation;
+    params.model_size = config_.model_size;
+    params.rows = rows_;
+    return params;
   }
 
   void project(const LinearWeights& weights, const float* from, float* to,
@@ -162,7 +191,10 @@ void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
                        const LayerAttention& attention, const LayerBuffers& buffers, int64_t rows,
                        float* x) {
   const Layer all(config, buffers, rows, x);
-  all.project(weights.qkv, all.input(weights.self_norm), buffers.qkv);
+  linear::LinearOutput projected;
+  projected.y = buffers.qkv;
+  projected.y_stride = weights.qkv_stride;
+  apply_linear(weights.qkv, all.input(weights.self_norm), rows, buffers.linear_input, projected);
   const int64_t wanted = attention.self(buffers.qkv, buffers.context, x);
   if (wanted == 0) return;
 

@@ -26,6 +26,7 @@ struct ExpertsBuffers {
   float* outputs = nullptr;               // [slots, model_size]
   float* shared = nullptr;                // [rows, model_size]: of the shared expert
   float* gates = nullptr;                 // [rows]: of the shared expert
+  float* router_rows = nullptr;           // [rows, model_size]: what the router reads
   void* row_inputs = nullptr;             // prepared rows, by pieces
   void* slot_inputs = nullptr;            // of the slots, gathered or prepared
 };
@@ -43,6 +44,7 @@ struct ExpertsParams {
   int64_t model_size = 0;
   int64_t rows = 0;
   const float* x = nullptr;
+  const float* router_x = nullptr;  // what the router reads; null: x
   const float* residual = nullptr;
   float* out = nullptr;
 };

@@ -46,6 +46,7 @@ struct ExpertsWeights {
   linear::PackedLinear router;         // [count, model_size] float32; no bytes: no experts
   const float* router_bias = nullptr;  // [count] or null: added to logits
   const float* choice_bias = nullptr;  // [count] or null: added to what experts are chosen by
+  const float* scales = nullptr;       // [count] or null: weights are multiplied by them at last
   ExpertMatrices gate;                 // [size, model_size]
   ExpertMatrices up;                   // likewise
   ExpertMatrices down;                 // [model_size, size]

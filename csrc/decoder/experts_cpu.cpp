@@ -37,8 +37,8 @@ int64_t slot_bytes(int64_t in_features) {
 // The chosen experts of a row and their weights, by descending choice, then sorted.
 class RowChoice {
  public:
-  RowChoice(const ExpertsConfig& config, const float* choice_bias)
-      : c_(config), bias_(choice_bias) {}
+  RowChoice(const ExpertsConfig& config, const ExpertsWeights& weights)
+      : c_(config), bias_(weights.choice_bias), scales_(weights.scales) {}
 
   // logits [count] are overwritten.
   void choose(float* logits, int32_t* experts, float* weights) const {
@@ -93,10 +93,13 @@ class RowChoice {
       total = c_.is_normalized ? total + c_.epsilon : 1.0f;
     }
     for (int64_t i = 0; i < c_.chosen; ++i) weights[i] = weights[i] / total * c_.scale;
+    if (scales_ == nullptr) return;
+    for (int64_t i = 0; i < c_.chosen; ++i) weights[i] *= scales_[experts[i]];
   }
 
   const ExpertsConfig& c_;
   const float* const bias_;
+  const float* const scales_;
 };
 
 class Experts {
@@ -131,9 +134,10 @@ class Experts {
     logits.y = b_.logits;
     logits.y_stride = c_.count;
     logits.bias = w_.router_bias;
-    const LinearInput rows = {p_.x, nullptr, 4 * p_.model_size, p_.rows};
+    const float* const x = p_.router_x == nullptr ? p_.x : p_.router_x;
+    const LinearInput rows = {x, nullptr, 4 * p_.model_size, p_.rows};
     packed_linear(w_.router, rows, logits);
-    const RowChoice choice(c_, w_.choice_bias);
+    const RowChoice choice(c_, w_);
     const auto dot = LMD_SELECT_KERNEL(decoder, dot_row);
     const double row_nanoseconds =
         2.0 * static_cast<double>(c_.count) * static_cast<double>(c_.chosen + 2);
@@ -364,6 +368,7 @@ size_t split_experts_buffers(const ExpertsConfig& config, int64_t model_size, in
   split.take(&b->outputs, slots * model_size);
   split.take(&b->shared, config.shared_size > 0 ? rows * model_size : 0);
   split.take(&b->gates, rows);
+  split.take(&b->router_rows, rows * model_size);
   unsigned char *row_inputs = nullptr, *slot_inputs = nullptr;
   const int64_t pieces = (rows + kPieceRows - 1) / kPieceRows;
   split.take(&row_inputs, pieces * most_bytes(model_size, kPieceRows));

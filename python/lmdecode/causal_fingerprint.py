@@ -55,19 +55,25 @@ def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
             "decoder-only model, or generate_with_store"
         )
     config = packed.config
-    kind, row_size = row_format(config.head_size, decoding.cache_dtype)
+    if len(kinds := {(heads.num_kv_heads, heads.head_size) for heads in packed.cache_heads}) > 1:
+        sizes = " and ".join(f"{count} heads of {size}" for count, size in sorted(kinds))
+        raise ValueError(
+            f"Decoding: layers of the model have {sizes}, and a store has a place for one kind; "
+            "expected a model whose layers have the same heads"
+        )
+    heads = packed.cache_heads[0]
+    kind, row_size = row_format(heads.head_size, decoding.cache_dtype)
     kind = torch.uint8 if kind == torch.int8 else kind  # as CausalCaches.read has it
-    windows = [
-        window for window, mixer in zip(config.windows, config.mixers, strict=True) if mixer is None
-    ]
+    layers = zip(config.windows, config.mixers, config.shared_keys, strict=True)
+    windows = [window for window, mixer, shared in layers if mixer is None and shared is None]
     return Fingerprint(
         model_id=decoding.model_class or type(config).__name__,
         weights_hash=weights_hash(packed),
         dtype=str(kind),
-        num_layers=len(windows),  # of those with keys and values
-        num_kv_heads=config.num_kv_heads,
+        num_layers=len(windows),  # of those with keys and values of their own
+        num_kv_heads=heads.num_kv_heads,
         head_size=row_size,
-        rope={"size": config.rotary_size, "of_layers": list(config.rotary)},
+        rope={"size": heads.rotary_size, "of_layers": list(config.rotary)},
         window=tuple(windows) if any(windows) else None,
         state_size=packed.state_size,
         # Keys are turned; bits are those of a format of weights at a level of the CPU.

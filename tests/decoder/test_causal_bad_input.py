@@ -21,7 +21,7 @@ ops = torch.ops.lmdecode
 POOL, BLOCKS, LENGTHS, REF_COUNTS, FREE_BLOCKS, COUNTERS = range(6)
 # Columns of a layout's row: of the model, and of a layer.
 EMBEDDING, POSITIONS, ROTARY, _, _, LOGITS, _ = range(7)
-LAYER_WINDOW, LAYER_ROTARY, LAYER_CACHE, CACHE_LAYER, NORM, _, QKV, QKV_BIAS = range(8)
+LAYER_WINDOW, LAYER_ROTARY, LAYER_CACHE, CACHE_LAYER, _, _, NORM, _, QKV, QKV_BIAS = range(10)
 
 
 def running(architecture: str = "gemma3_text", weight_format: str = "float32") -> CausalCaches:
@@ -76,12 +76,12 @@ Change = Callable[[Any], Any]
         (WEIGHTS, strided, "weights has shape .* contiguous"),
         (WEIGHTS, at_odd_address, "weights has shape .* aligned to 64"),
         (LAYOUT, lambda t: t.int(), "layout has dtype int32; expected int64"),
-        (LAYOUT, lambda t: t[:-1], r"layout has shape \[3, 38\]; expected \[4, 38\]"),
-        (LAYOUT, lambda t: t[:, :-1].contiguous(), r"layout has shape \[4, 37\]"),
-        (LAYOUT, lambda t: t[0], r"layout has shape \[38\]"),
+        (LAYOUT, lambda t: t[:-1], r"layout has shape \[3, 49\]; expected \[4, 49\]"),
+        (LAYOUT, lambda t: t[:, :-1].contiguous(), r"layout has shape \[4, 48\]"),
+        (LAYOUT, lambda t: t[0], r"layout has shape \[49\]"),
         (LAYOUT, strided, "layout has shape .* contiguous"),
-        (CONFIG, lambda c: c[:-1], "config has 29 numbers; expected 30"),
-        (NUMBERS, lambda n: n[:-1], "numbers has 11 entries; expected 12"),
+        (CONFIG, lambda c: c[:-1], "config has 35 numbers; expected 36"),
+        (NUMBERS, lambda n: n[:-1], "numbers has 13 entries; expected 14"),
         (WINDOWS, lambda w: [], "windows has 0 entries; expected 1 to 2"),
         (WINDOWS, lambda w: [*w, 1], "windows has 3 entries; expected 1 to 2"),
         (WINDOWS, lambda w: [w[0], -1], r"windows\[1\] is -1; expected 0 to"),

@@ -49,6 +49,8 @@ FEW_CASES = [
     ("gpt2", "odd heads, no scale"),
     ("gpt_oss", "plain"),
     ("qwen3_moe", "few of many"),
+    ("gemma4_text", "experts, shared keys, inputs of layers"),
+    ("gemma4_text", "values are keys, biases, untied"),
 ]
 few_cases = pytest.mark.parametrize(("architecture", "variant"), FEW_CASES)
 
@@ -144,6 +146,14 @@ def rounding_reference(format_: str, head: Tensor, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(causal_reference, "F", types.SimpleNamespace(linear=linear))
 
 
+def _rounded_rows(table: Tensor, weight_format: str) -> Tensor:
+    """Return the rows of tokens as a model of this format has them."""
+    if weight_format == "bfloat16":
+        return table.bfloat16()
+    q, scales = reference.quantize_rows(reference.rotate_rows(table.detach().float()))
+    return reference.rotate_rows(q * scales[:, None])  # a row of int8, turned back
+
+
 @pytest.mark.parametrize("weight_format", ["bfloat16", "int8", "int4"])
 @cases
 def test_formats_of_weights(
@@ -155,13 +165,10 @@ def test_formats_of_weights(
     exact = causal_logits(config, weights, text)
     head = weights.embedding if weights.logits is None else weights.logits
     rounding_reference(weight_format, head, monkeypatch)
-    embedding = weights.embedding.bfloat16()
-    if weight_format != "bfloat16":  # a row of int8, turned back
-        q, scales = reference.quantize_rows(
-            reference.rotate_rows(weights.embedding.detach().float())
-        )
-        embedding = reference.rotate_rows(q * scales[:, None])
+    embedding = _rounded_rows(weights.embedding, weight_format)
     rounded = weights._replace(embedding=embedding, logits=head)
+    if (table := weights.per_layer_embedding) is not None:
+        rounded = rounded._replace(per_layer_embedding=_rounded_rows(table, weight_format))
     expected = causal_logits(config, rounded, text)
     for read in (prompt_logits, generated_logits):
         got = read(new_caches(model), text)

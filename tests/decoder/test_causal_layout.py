@@ -17,6 +17,7 @@ from lmdecode.decoder.causal_weights import (
     _NORMS_ALL_HEADS,
     _NUM_COLUMNS,
     _NUM_MODEL_PARTS,
+    _NUM_NUMBERS,
 )
 from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, packed
 from tests.support.causal_models import random_tokens
@@ -24,7 +25,10 @@ from tests.support.causal_models import random_tokens
 ops = torch.ops.lmdecode
 LAYOUT, CONFIG = 1, 2
 MODEL_PARTS = ("embedding", "positions", "rotary", "final_norm_gamma", "final_norm_beta", "logits",
-               "logits_bias")  # fmt: skip
+               "logits_bias", "per_layer_embedding", "per_layer_projection",
+               "per_layer_norm_gamma")  # fmt: skip
+GEMMA4 = ("gemma4_text", "shared keys, inputs of layers")
+WITH_NORMS = ("gemma4_text", "all experts")
 FAR = 1 << 40  # a multiple of 64, behind every memory
 
 
@@ -54,7 +58,8 @@ def test_columns_of_the_model() -> None:
     for column, name in enumerate(MODEL_PARTS):
         # The model is tied: its embedding is looked at where it is one of its own.
         own = _IS_BFLOAT16 if name == "embedding" else None
-        assert _error(0, column, embedding_format=own).startswith(
+        case = GEMMA4 if name.startswith("per_layer") else ("gemma3_text", "plain")
+        assert _error(0, column, embedding_format=own, case=case).startswith(
             f"layout has {name} at byte {FAR}; expected"
         )
 
@@ -65,22 +70,27 @@ OF_STATES = ("convolution", "convolution_bias", "decay", "decay_bias", "mixer_no
 @pytest.mark.parametrize("row", [1, 3])
 def test_columns_of_a_layer(row: int) -> None:
     fields = CausalLayerWeights._fields
-    assert _NUM_COLUMNS == 4 + len(fields)
-    first_of_experts = 4 + fields.index("router")
-    for column, name in enumerate(fields, start=4):
+    assert _NUM_COLUMNS == _NUM_NUMBERS + len(fields)
+    first_of_experts = _NUM_NUMBERS + fields.index("router")
+    first_of_norms = _NUM_NUMBERS + fields.index("router_norm_gamma")
+    for column, name in enumerate(fields, start=_NUM_NUMBERS):
         if name in OF_STATES:
             continue
         case = ("gemma3_text" if column < first_of_experts else "gpt_oss", "plain")
+        if column >= first_of_norms:
+            case = GEMMA4 if name.startswith(("per_layer", "layer")) else WITH_NORMS
         error = _error(row, column, case=case)
         assert error.startswith(f"layout has {name} at byte {FAR}; expected")
     assert _error(row, first_of_experts) == f"layout[{row}] has experts; expected none"
-    for column, name in enumerate(("window", "rotary", "cache", "cache_layer")):
+    numbers = ("window", "rotary", "cache", "cache_layer", "keys", "ffn_size")
+    assert len(numbers) == _NUM_NUMBERS
+    for column, name in enumerate(numbers):
         assert _error(row, column).startswith(f"layout[{row}].{name} is {FAR}; expected")
 
 
 def test_columns_of_a_layer_with_a_state() -> None:
     fields = CausalLayerWeights._fields
-    for column, name in enumerate(fields[: fields.index("router")], start=4):
+    for column, name in enumerate(fields[: fields.index("router")], start=_NUM_NUMBERS):
         error = _error(1, column, case=("qwen3_5_text", "plain"))
         assert error.startswith(f"layout has {name} at byte {FAR}; expected")
     error = _error(1, 3, case=("qwen3_5_text", "plain"))

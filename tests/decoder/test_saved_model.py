@@ -204,10 +204,20 @@ def _take_qkv_for_logits(manifest: dict[str, Any]) -> None:
     facts["model_offsets"][5] = facts["layer_offsets"][0][2]
 
 
+OF_LAYERS = (
+    "global_head_size", "global_num_kv_heads", "global_rotary_size", "ffn_sizes", "shared_keys",
+    "keys_are_values", "value_norm", "per_layer_size", "per_layer_scale", "per_layer_epsilon",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("parts", "switches"),
-    [(18, ("mixers", "attention_gate", "experts")), (23, ("experts",))],
-    ids=["before states", "before experts"],
+    [
+        (18, ("mixers", "attention_gate", "experts", *OF_LAYERS)),
+        (23, ("experts", *OF_LAYERS)),
+        (34, OF_LAYERS),
+    ],
+    ids=["before states", "before experts", "before inputs of layers"],
 )
 def test_folders_of_former_versions(parts: int, switches: tuple[str, ...], tmp_path: Path) -> None:
     """Their layers have fewer parts, and their config fewer switches."""
@@ -216,6 +226,7 @@ def test_folders_of_former_versions(parts: int, switches: tuple[str, ...], tmp_p
     manifest = json.loads((tmp_path / "lmdecode.json").read_text())
     facts = manifest["facts"]
     facts["layer_offsets"] = [row[:parts] for row in facts["layer_offsets"]]
+    facts["model_offsets"] = facts["model_offsets"][:7]
     for switch in switches:
         del manifest["config"][switch]
     _write_manifest(tmp_path, manifest)
@@ -228,7 +239,7 @@ def test_folders_of_former_versions(parts: int, switches: tuple[str, ...], tmp_p
         (lambda m: m["facts"].pop("model_offsets"), r"damaged lmdecode\.json \('model_offsets'\)"),
         (
             lambda m: m["facts"]["layer_offsets"].pop(),
-            r"layer_offsets has shape \[2, 34\]; expected",
+            r"layer_offsets has shape \[2, 43\]; expected",
         ),
         (lambda m: m["config"].update(num_heads=0), "damaged .*num_heads is 0"),
         (lambda m: m.update(weight_format="int3"), "damaged .*dtype is 'int3'"),

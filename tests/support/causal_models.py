@@ -46,6 +46,27 @@ _GEMMA3 = {
         "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 3.0},
     },
 }
+# Layers with a window and without, in that order, the last two with the keys of others.
+_GEMMA4 = {
+    "head_dim": 12, "global_head_dim": 20, "sliding_window": WINDOW, "num_hidden_layers": 5,
+    "layer_types": [*_ALTERNATING, "sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 10,
+    "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 4.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 3000.0, "partial_rotary_factor": 0.5,
+        },
+    },
+}  # fmt: skip
+_GEMMA4_DENSE = {
+    **_GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+_GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20,
+    "use_double_wide_mlp": False,
+}  # fmt: skip
 _GPT2 = {
     "vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
     "n_positions": POSITIONS, "n_embd": 32, "n_layer": 2, "n_head": 4, "layer_norm_epsilon": 0.01,
@@ -131,6 +152,22 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "capped": {**_GEMMA3, "final_logit_softcapping": 4.0, "attention_bias": True},
     },
     "gemma3": {"text part": _GEMMA3},
+    "gemma4_text": {
+        "shared keys, inputs of layers": _GEMMA4,
+        "values are keys, biases, untied": {
+            **_GEMMA4_DENSE, "attention_bias": True, "tie_word_embeddings": False,
+            "final_logit_softcapping": None, "hidden_activation": "silu",
+        },
+        "all experts": {**_GEMMA4_DENSE, **_GEMMA4_EXPERTS, "top_k_experts": 6},
+        "experts, shared keys, inputs of layers": {
+            **_GEMMA4, **_GEMMA4_EXPERTS, "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True, "use_bidirectional_attention": "vision",
+        },
+        "no window, all keys of one": {
+            **_GEMMA4, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3,
+        },
+    },
+    "gemma4": {"text part": _GEMMA4},
     "phi3": {
         "plain": _GROUP_OF_1,
         "partial, window": {"partial_rotary_factor": 0.5, "sliding_window": WINDOW},
@@ -249,6 +286,16 @@ def _config(architecture: str, arguments: dict[str, Any]) -> Any:
             image_token_index=VOCAB - 1, boi_token_index=VOCAB - 2, eoi_token_index=VOCAB - 3,
             pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
         )  # fmt: skip
+    if architecture == "gemma4":
+        vision = {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4,
+        }  # fmt: skip
+        return transformers.Gemma4Config(
+            text_config=arguments, vision_config=vision, image_token_id=VOCAB - 1,
+            boi_token_id=VOCAB - 2, eoi_token_id=VOCAB - 3, pad_token_id=PAD, bos_token_id=BOS,
+            eos_token_id=EOS,
+        )  # fmt: skip
     if architecture in _WITH_IMAGES:
         vision = {
             "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2,
@@ -294,7 +341,10 @@ def model_of(config: Any, seed: int = SEED) -> Any:
                     size = 3.0 if name == "lm_head.weight" else 1.5
                     parameter.normal_(std=size * min(parameter.shape) ** -0.5)
                 elif name.endswith(("model.norm.weight", "ln_f.weight")):
-                    parameter.normal_().sub_(float(config.model_type.startswith(_PLUS_ONE)))
+                    is_plus_one = config.model_type.startswith(_PLUS_ONE)
+                    parameter.normal_().sub_(
+                        float(is_plus_one and "gemma4" not in config.model_type)
+                    )
                 elif name.endswith("A_log"):
                     # transformers' prompts lose digits where states decay fast: they divide decays.
                     parameter.normal_(std=0.5).sub_(1.0)
@@ -303,6 +353,8 @@ def model_of(config: Any, seed: int = SEED) -> Any:
             for name, buffer in model.named_buffers():
                 if name.endswith("expert_bias"):
                     buffer.normal_(std=0.2)
+                elif name.endswith("layer_scalar"):
+                    buffer.add_(torch.randn_like(buffer) * 0.2)
     return model
 
 

@@ -100,14 +100,15 @@ class CausalCaches:
         rollback: int = 0,
         checkpoint_interval: int = 0,
     ) -> None:
-        c = self._config = model.config
+        self._config = model.config
         self._windows = [window + rollback if window else 0 for window in model.cache_windows]
         self.model, self.max_rows = model, max_rows
         self.sequences, self.max_length = sequences, max_length
         max_blocks = -(-max_length // BLOCK_SIZE)
         self._tensors: list[Tensor] = []
-        kind, row_size = row_format(c.head_size, dtype)
-        for window, layers in zip(self._windows, model.cache_layers, strict=True):
+        of_caches = zip(self._windows, model.cache_layers, model.cache_heads, strict=True)
+        for window, layers, heads in of_caches:
+            kind, row_size = row_format(heads.head_size, dtype)
             of_sequence = max_blocks
             if window:  # a step's rows beside the window, each end anywhere within a block
                 of_sequence = min(of_sequence, -(-(window + max_rows) // BLOCK_SIZE) + 2)
@@ -117,7 +118,7 @@ class CausalCaches:
                     f"Decoding: {sequences} sequences of {max_length} tokens take {num_blocks} "
                     f"blocks of {BLOCK_SIZE}; expected fewer than 2^31"
                 )
-            shape = (layers, 2, c.num_kv_heads, num_blocks, BLOCK_SIZE, row_size)
+            shape = (layers, 2, heads.num_kv_heads, num_blocks, BLOCK_SIZE, row_size)
             bytes_ = torch.Size(shape).numel() * kind.itemsize
             counters = torch.zeros(3, dtype=torch.int32, device="cpu")
             counters[0] = num_blocks
@@ -248,8 +249,8 @@ class CausalCaches:
             Keys and values of each layer, [kv_heads, n, head_size], keys turned: of the positions
             that there are from ``begin`` on; of a layer with a window the last window - 1 of these
             at most, which is what tokens to come see. Of int8 caches bytes, uint8, as they lie.
-            Layers with a state have none; behind all others follows (state,), [state_size]
-            float32.
+            Layers with a state, or with the keys of another layer, have none; behind all others
+            follows (state,), [state_size] float32.
         """
         length = int(self.lengths[sequence])
         read = list[tuple[Tensor, ...]]()
@@ -344,10 +345,10 @@ class CausalCaches:
         used = -(-length // BLOCK_SIZE)
         tables = self._tensors[1 : 6 * len(self._windows) : 6]
         of_caches = [blocks[sequence, :used].tolist() for blocks in tables]
-        places = self.model.layout[1:, 2:4].tolist()
-        for (cache, layer), window in zip(places, self._config.windows, strict=True):
-            if cache < 0:
-                continue  # a state
+        places, c = self.model.layout[1:, 2:4].tolist(), self._config
+        for (cache, layer), window, shared in zip(places, c.windows, c.shared_keys, strict=True):
+            if cache < 0 or shared is not None:
+                continue  # a state, or keys of another layer
             pool = self._tensors[6 * cache]
             if pool.dtype == torch.int8:
                 pool = pool.view(torch.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +20,32 @@ from lmdecode.decoder.experts import ExpertsConfig
 from lmdecode.decoder.mixers import Mixer, checked_mixers
 from lmdecode.linear.quantized_weight import LinearWeight
 
-__all__ = ["CausalConfig", "CausalLayerWeights", "CausalWeights"]
+__all__ = ["CausalConfig", "CausalLayerWeights", "CausalWeights", "Heads"]
+
+
+class Heads(NamedTuple):
+    """Sizes of the heads of a layer.
+
+    Attributes
+    ----------
+    num_heads, num_kv_heads, head_size, rotary_size
+        See ``CausalConfig``.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rotary_size: int
+
+    @property
+    def query_size(self) -> int:
+        """Features of all query heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Features of all key heads, and of all value heads."""
+        return self.num_kv_heads * self.head_size
 
 
 @dataclass(frozen=True)
@@ -66,6 +91,23 @@ class CausalConfig:
         Attention's output is multiplied by the sigmoid of a part of the projection.
     experts : ExpertsConfig, optional
         Of layers whose feed-forward layer consists of experts.
+    global_head_size, global_num_kv_heads, global_rotary_size : int, optional
+        Of layers without a window: ``head_size``, ``num_kv_heads`` and ``rotary_size`` by default.
+    ffn_sizes : tuple of int
+        Inner features of each layer's feed-forward layer; ``ffn_size``, their largest, by default.
+    shared_keys : tuple of (int or None)
+        Of each layer: which layer before it has the keys and values that its queries see. None:
+        its own. Both layers have a window, or none of them.
+    keys_are_values : tuple of bool
+        Of each layer: whether values are what keys are before their norm, and before they are
+        turned.
+    value_norm : bool
+        Values of each head are divided by the root of their mean square + ``norm_epsilon``.
+    per_layer_size : int
+        Features that a token gives to each layer beside its embedding. 0: none.
+    per_layer_scale, per_layer_epsilon : float
+        What the rows of ``per_layer_embedding`` are multiplied by, and what is added to the mean
+        square of a projection in ``per_layer_norm_gamma``'s norm.
 
     Raises
     ------
@@ -96,21 +138,37 @@ class CausalConfig:
     mixers: tuple[Mixer | None, ...] = ()
     attention_gate: bool = False
     experts: ExpertsConfig | None = None
+    global_head_size: int | None = None
+    global_num_kv_heads: int | None = None
+    global_rotary_size: int | None = None
+    ffn_sizes: tuple[int, ...] = ()
+    shared_keys: tuple[int | None, ...] = ()
+    keys_are_values: tuple[bool, ...] = ()
+    value_norm: bool = False
+    per_layer_size: int = 0
+    per_layer_scale: float = 1.0
+    per_layer_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every argument."""
         op = "CausalConfig"
         check_sizes(op, self, "num_layers", "model_size", "num_heads", "num_kv_heads", "head_size",
                     "ffn_size", "vocab_size")  # fmt: skip
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{op}: num_kv_heads is {self.num_kv_heads}; "
-                f"expected a divisor of num_heads = {self.num_heads}"
-            )
-        if (self.num_heads + 2 * self.num_kv_heads) * self.head_size >= 1 << 31:
-            raise ValueError(
-                f"{op}: {self.num_heads} heads of {self.head_size}; expected fewer than 2^31 in all"
-            )
+        for name in ("head_size", "num_kv_heads"):
+            if getattr(self, f"global_{name}") is None:
+                object.__setattr__(self, f"global_{name}", getattr(self, name))
+        check_sizes(op, self, "global_head_size", "global_num_kv_heads")
+        for prefix in ("", "global_"):
+            kv_heads, size = (getattr(self, prefix + n) for n in ("num_kv_heads", "head_size"))
+            if self.num_heads % kv_heads:
+                raise ValueError(
+                    f"{op}: {prefix}num_kv_heads is {kv_heads}; "
+                    f"expected a divisor of num_heads = {self.num_heads}"
+                )
+            if (self.num_heads + 2 * kv_heads) * size >= 1 << 31:
+                raise ValueError(
+                    f"{op}: {self.num_heads} heads of {size}; expected fewer than 2^31 in all"
+                )
         for name in ("windows", "rotary"):
             entries = tuple(getattr(self, name))
             if len(entries) != self.num_layers:
@@ -136,14 +194,7 @@ class CausalConfig:
                 most = len(self.rotary_scales) - 1
                 limits = f"0 to {most}, an entry of rotary_scales, or None"
                 check_int(op, "rotary", rotary, 0, most, limits=limits)
-        is_turned = any(rotary is not None for rotary in self.rotary)
-        if self.rotary_size is None:
-            object.__setattr__(self, "rotary_size", self.head_size if is_turned else 0)
-        size = check_int(
-            op, "rotary_size", self.rotary_size, 0, self.head_size, limits="0 to head_size"
-        )
-        if size % 2 or (is_turned and size == 0):
-            raise ValueError(f"{op}: rotary_size is {size}; expected an even number above 0")
+        self._check_rotary_sizes(op)
         check_bool(op, "gated", self.gated)
         if self.attention_scale is None:
             object.__setattr__(self, "attention_scale", self.head_size**-0.5)
@@ -160,32 +211,110 @@ class CausalConfig:
                 )
             if not self.gated:
                 raise ValueError(f"{op}: gated is False; expected True with experts")
+        self._check_layers(op)
+        check_bool(op, "value_norm", self.value_norm)
+        most = ((1 << 31) - 1) // self.num_layers
+        limits = "0 to (2^31 - 1) / num_layers"
+        check_int(op, "per_layer_size", self.per_layer_size, 0, most, limits=limits)
+        check_numbers(op, self, "per_layer_scale", "per_layer_epsilon")
+
+    def _check_rotary_sizes(self, op: str) -> None:
+        is_turned = any(rotary is not None for rotary in self.rotary)
+        if self.rotary_size is None:
+            object.__setattr__(self, "rotary_size", self.head_size if is_turned else 0)
+        if self.global_rotary_size is None:
+            is_same = self.global_head_size == self.head_size
+            size = self.rotary_size if is_same or not is_turned else self.global_head_size
+            object.__setattr__(self, "global_rotary_size", size)
+        for prefix in ("", "global_"):
+            name, most = f"{prefix}rotary_size", getattr(self, f"{prefix}head_size")
+            limits = f"0 to {prefix}head_size"
+            size = check_int(op, name, getattr(self, name), 0, most, limits=limits)
+            is_needed = any(
+                rotary is not None and (window is None) == (prefix != "")
+                for rotary, window in zip(self.rotary, self.windows, strict=True)
+            )
+            if size % 2 or (is_needed and size == 0):
+                raise ValueError(f"{op}: {name} is {size}; expected an even number above 0")
+
+    def _check_layers(self, op: str) -> None:
+        """Check what is said of each layer: feed-forward layers, keys and values."""
+        defaults: dict[str, Any] = {
+            "ffn_sizes": self.ffn_size, "shared_keys": None, "keys_are_values": False,
+        }  # fmt: skip
+        for name, default in defaults.items():
+            entries = tuple(getattr(self, name)) or (default,) * self.num_layers
+            if len(entries) != self.num_layers:
+                raise ValueError(
+                    f"{op}: {name} has {len(entries)} entries; expected num_layers, "
+                    f"{self.num_layers}, or none"
+                )
+            object.__setattr__(self, name, entries)
+        for i, source in enumerate(self.shared_keys):
+            check_int(op, "ffn_sizes", self.ffn_sizes[i], 1, self.ffn_size,
+                      limits="1 to ffn_size")  # fmt: skip
+            check_bool(op, "keys_are_values", self.keys_are_values[i])
+            has_mixer = self.mixers[i] is not None
+            if self.keys_are_values[i] and (has_mixer or self.attention_gate):
+                raise ValueError(
+                    f"{op}: keys_are_values[{i}] is True; expected False in a layer with a mixer, "
+                    "and with attention_gate"
+                )
+            if source is None:
+                continue
+            limits = f"0 to {i - 1}, a layer before layer {i}, or None"
+            check_int(op, "shared_keys", source, 0, i - 1, limits=limits)
+            are_of_a_kind = (self.windows[i] is None) == (self.windows[source] is None)
+            if (has_mixer or self.keys_are_values[i] or self.mixers[source] is not None
+                    or self.shared_keys[source] is not None or not are_of_a_kind):  # fmt: skip
+                raise ValueError(
+                    f"{op}: shared_keys[{i}] is {source}; expected a layer with keys of its own, "
+                    "and with a window just where this one has one, in a layer with attention "
+                    "whose keys_are_values is False"
+                )
 
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward layer of a layer consists of experts."""
         return self.experts is not None and self.experts.layers[layer]
 
+    def heads(self, layer: int) -> Heads:
+        """Return the sizes of the heads of a layer with attention."""
+        window = self.windows[layer]
+        return self.heads_of(has_window=window is not None)
+
+    def heads_of(self, *, has_window: bool) -> Heads:
+        """Return the sizes of heads of layers with a window, or of those without."""
+        sizes = (self.num_kv_heads, self.head_size, self.rotary_size)
+        of_global = (self.global_num_kv_heads, self.global_head_size, self.global_rotary_size)
+        return Heads(self.num_heads, *(sizes if has_window else of_global))  # type: ignore[arg-type]
+
+    def projected_of(self, layer: int) -> int:
+        """Features of a layer's queries and, where it has them, keys, values and the gate."""
+        heads, has_own = self.heads(layer), self.shared_keys[layer] is None
+        keys = 0 if not has_own else 1 if self.keys_are_values[layer] else 2
+        return heads.query_size * (1 + self.attention_gate) + keys * heads.key_size
+
     @property
     def query_size(self) -> int:
-        """Features of all query heads."""
+        """Features of all query heads of ``head_size``."""
         return self.num_heads * self.head_size
 
     @property
     def projected_size(self) -> int:
-        """Features of queries, keys, values and, where there is one, the gate."""
+        """Features of queries, keys, values and, where there is one, the gate, of these."""
         return self.query_size * (1 + self.attention_gate) + 2 * self.key_size
 
     @property
     def key_size(self) -> int:
-        """Features of all key heads, and of all value heads."""
+        """Features of all key heads, and of all value heads, of ``num_kv_heads``."""
         return self.num_kv_heads * self.head_size
 
 
 class CausalLayerWeights(NamedTuple):
     """One layer's weights; linear ones are [out, in], as ``torch.nn.Linear`` has them.
 
-    D is ``model_size``, Q ``query_size``, K ``key_size``, F ``ffn_size``. None: no norm, no bias,
-    no gate.
+    D is ``model_size``, Q, K and head_size are those of ``CausalConfig.heads``, F is the layer's of
+    ``ffn_sizes``, P ``per_layer_size``. None: no norm, no bias, no gate.
 
     Attributes
     ----------
@@ -194,7 +323,8 @@ class CausalLayerWeights(NamedTuple):
     attention_out_norm_gamma, ffn_out_norm_gamma : Tensor or None
         [D]: of what the sublayer gives, before it is added.
     qkv, qkv_bias : Tensor
-        [Q + 2 K, D], [Q + 2 K]: queries, keys and values. With ``attention_gate`` the gate's Q rows
+        [Q + 2 K, D], [Q + 2 K]: queries, keys and values; without values where keys are these,
+        queries alone where keys are another layer's. With ``attention_gate`` the gate's Q rows
         follow. Of a layer with a mixer its first projection, [``mixer.projected``, D].
     query_norm_gamma, key_norm_gamma : Tensor or None
         [head_size]: of each head; or [Q] and [K]: of all heads as one row. Before they are turned.
@@ -221,6 +351,17 @@ class CausalLayerWeights(NamedTuple):
         [E, X], [E, X] and [E, D].
     shared_gate : Tensor or None
         [D]: the sigmoid of its product scales what the shared expert gives.
+    router_scale : Tensor or None
+        [E]: what the weights of experts are multiplied by at last.
+    router_norm_gamma, experts_norm_gamma, experts_out_norm_gamma, shared_out_norm_gamma : Tensor
+        [D] each, all or none: of what the router and what the experts read, where the shared expert
+        reads what ``ffn_norm_gamma`` gives; and of what experts and what the shared one give,
+        before they are added.
+    per_layer_gate, per_layer_out, per_layer_out_norm_gamma : Tensor or None
+        [P, D], [D, P] and [D], where P is not 0: behind the feed-forward layer there is
+        ``x += norm(out(activation(gate(x)) * inputs))`` with the token's inputs of the layer.
+    layer_scale : Tensor or None
+        [1]: what x is multiplied by at last.
     """
 
     attention_norm_gamma: Tensor | None
@@ -257,6 +398,15 @@ class CausalLayerWeights(NamedTuple):
     experts_down: Sequence[LinearWeight] | Tensor | None = None
     experts_down_bias: Tensor | None = None
     shared_gate: Tensor | None = None
+    router_norm_gamma: Tensor | None = None
+    router_scale: Tensor | None = None
+    experts_norm_gamma: Tensor | None = None
+    experts_out_norm_gamma: Tensor | None = None
+    shared_out_norm_gamma: Tensor | None = None
+    per_layer_gate: Tensor | None = None
+    per_layer_out: Tensor | None = None
+    per_layer_out_norm_gamma: Tensor | None = None
+    layer_scale: Tensor | None = None
 
 
 class CausalWeights(NamedTuple):
@@ -269,14 +419,18 @@ class CausalWeights(NamedTuple):
     positions : Tensor or None
         [P, D], added to the embeddings: the model has P positions.
     rotary : tuple of Tensor
-        Each [rotary_size / 2] float32: by how much each pair of features turns from one position to
-        the next, in radians.
+        Each [rotary_size / 2] float32, of the layers that it turns: by how much each pair of
+        features turns from one position to the next, in radians.
     final_norm_gamma, final_norm_beta : Tensor or None
         [D].
     logits, logits_bias : Tensor or None
         [V, D], the projection to the vocabulary, None where it is ``embedding``; [V].
     layers : sequence of CausalLayerWeights
         Each is asked for once when they are packed: it may be made then.
+    per_layer_embedding, per_layer_projection, per_layer_norm_gamma : Tensor or None
+        [V, L P], [L P, D] and [P], of L layers and P ``per_layer_size``, where that is not 0. A
+        token's inputs of a layer are its row, scaled, and the norm of the product of its
+        embedding, scaled.
     """
 
     embedding: Tensor
@@ -287,3 +441,6 @@ class CausalWeights(NamedTuple):
     logits: Tensor | None
     logits_bias: Tensor | None
     layers: Sequence[CausalLayerWeights]
+    per_layer_embedding: Tensor | None = None
+    per_layer_projection: Tensor | None = None
+    per_layer_norm_gamma: Tensor | None = None

@@ -7,11 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights
+from lmdecode.decoder.causal_config import (
+    CausalConfig,
+    CausalLayerWeights,
+    CausalWeights,
+    Heads,
+)
 from lmdecode.decoder.mixers import GatedDeltaRule, Mixer
 from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight, QuantizedWeight
 
-__all__ = ["check_layer", "check_weight", "expert_shapes", "linear_shapes", "state_shapes"]
+__all__ = [
+    "check_layer", "check_per_layer", "check_weight", "expert_shapes", "linear_shapes",
+    "model_shapes", "norms_of_all_heads", "state_shapes",
+]  # fmt: skip
 
 _MOST_PARTS = 4  # of a linear weight, as in csrc/decoder/decoder_config.h
 
@@ -54,27 +62,41 @@ def check_weight(
         )
 
 
-def linear_shapes(config: CausalConfig, layer: int | None = None) -> dict[str, tuple[int, int]]:
-    """Return the shape of each linear weight, which is packed; ``logits`` is the model's.
+def linear_shapes(config: CausalConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """Return the shape of each linear weight of a layer, which is packed.
 
-    Of that layer; None: of one with attention and without experts. Where a layer with experts has
-    no shared one, ``ffn_up`` and so on are of size 0.
+    Where a layer with experts has no shared one, ``ffn_up`` and so on are of size 0.
     """
-    size, ffn = config.model_size, config.ffn_size
-    mixer = None if layer is None else config.mixers[layer]
-    if layer is not None and config.experts is not None and config.experts.layers[layer]:
+    size, mixer, inputs = config.model_size, config.mixers[layer], config.per_layer_size
+    ffn = config.ffn_sizes[layer]
+    if config.experts is not None and config.experts.layers[layer]:
         ffn = config.experts.shared_size
-    return {
-        "qkv": (config.projected_size if mixer is None else mixer.projected, size),
-        "attention_out": (size, config.query_size if mixer is None else mixer.mixed),
+    queries = config.heads(layer).query_size
+    shapes = {
+        "qkv": (config.projected_of(layer) if mixer is None else mixer.projected, size),
+        "attention_out": (size, queries if mixer is None else mixer.mixed),
         "ffn_up": (ffn, size),
         "ffn_gate": (ffn, size),
         "ffn_down": (size, ffn),
-        "logits": (config.vocab_size, size),
     }
+    if inputs:
+        shapes |= {"per_layer_gate": (inputs, size), "per_layer_out": (size, inputs)}
+    return shapes
+
+
+def model_shapes(config: CausalConfig) -> dict[str, tuple[int, int]]:
+    """Return the shape of each weight of the model, not of a layer, that may be packed."""
+    c, inputs = config, config.num_layers * config.per_layer_size
+    shapes = dict.fromkeys(("embedding", "logits"), (c.vocab_size, c.model_size))
+    if inputs:
+        shapes["per_layer_embedding"] = (c.vocab_size, inputs)
+        shapes["per_layer_projection"] = (inputs, c.model_size)
+    return shapes
 
 
 _STATE_FIELDS = ("convolution", "convolution_bias", "decay", "decay_bias", "mixer_norm_gamma")
+_NORMS_OF_EXPERTS = ("router_norm_gamma", "experts_norm_gamma", "experts_out_norm_gamma",
+                     "shared_out_norm_gamma")  # fmt: skip
 _ATTENTION_FIELDS = ("query_norm_gamma", "key_norm_gamma", "sinks")
 
 
@@ -111,13 +133,22 @@ def _unwanted(config: CausalConfig, number: int) -> dict[str, str]:
         unwanted |= dict.fromkeys(_ATTENTION_FIELDS, why)
     if not c.has_experts(number):
         fields = [f for f in CausalLayerWeights._fields if f.startswith(("router", "experts_"))]
-        unwanted |= dict.fromkeys((*fields, "shared_gate"), "the layer has no experts")
+        unwanted |= dict.fromkeys(
+            (*fields, *_NORMS_OF_EXPERTS, "shared_gate"), "the layer has no experts"
+        )
     elif c.experts is not None and c.experts.shared_size == 0:
         fields = ["ffn_up", "ffn_gate", "ffn_down"]
         fields += [f"{field}_bias" for field in fields]
-        unwanted |= dict.fromkeys((*fields, "shared_gate"), "the layer has no shared expert")
+        unwanted |= dict.fromkeys(
+            (*fields, *_NORMS_OF_EXPERTS, "shared_gate"), "the layer has no shared expert"
+        )
     if not c.gated:
         unwanted["ffn_gate"] = "not gated"
+    if not c.per_layer_size:
+        fields = [f for f in CausalLayerWeights._fields if f.startswith("per_layer_")]
+        unwanted |= dict.fromkeys(fields, "per_layer_size is 0")
+    if c.shared_keys[number] is not None:
+        unwanted["key_norm_gamma"] = "the layer has no keys of its own"
     return unwanted
 
 
@@ -129,10 +160,12 @@ def check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights, numb
         if getattr(layer, field) is not None:
             raise ValueError(f"Decoding: weights.{name}.{field} was given; expected none, as {why}")
     linear, of_mixer = linear_shapes(c, number), state_shapes(c.mixers[number])
+    heads = c.heads(number)
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-        "query_norm_gamma": ((c.head_size,), (c.query_size,)),
-        "key_norm_gamma": ((c.head_size,), (c.key_size,)),
+        "query_norm_gamma": ((heads.head_size,), (heads.query_size,)),
+        "key_norm_gamma": ((heads.head_size,), (heads.key_size,)),
         "sinks": ((c.num_heads,),),
+        "layer_scale": ((1,),),
         **{field: (shape,) for field, shape in of_mixer.items()},
     }
     for field, shape in linear.items():
@@ -149,6 +182,17 @@ def check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights, numb
         else:
             expected = shapes.get(field, ((c.model_size,),))
             check_weight(f"{name}.{field}", value, *expected, optional=field not in needed)
+    if has_experts:
+        _check_norms_of_experts(name, layer)
+
+
+def _check_norms_of_experts(name: str, layer: CausalLayerWeights) -> None:
+    are_there = [getattr(layer, field) is not None for field in _NORMS_OF_EXPERTS]
+    if any(are_there) and not (all(are_there) and layer.ffn_out_norm_gamma is not None):
+        raise ValueError(
+            f"Decoding: weights.{name} have some of {', '.join(_NORMS_OF_EXPERTS)}; expected none, "
+            "or all with ffn_out_norm_gamma"
+        )
 
 
 def _shapes_of_experts(c: CausalConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -162,6 +206,7 @@ def _shapes_of_experts(c: CausalConfig) -> dict[str, tuple[tuple[int, ...], ...]
         "router": ((count, c.model_size),),
         "router_bias": ((count,),),
         "router_choice_bias": ((count,),),
+        "router_scale": ((count,),),
     }
 
 
@@ -172,3 +217,27 @@ def _check_matrices(c: CausalConfig, name: str, matrices: Any) -> None:
         raise ValueError(
             f"Decoding: weights.{name} is {have}; expected {c.experts.num_experts}, one an expert"
         )
+
+
+def norms_of_all_heads(heads: Heads, layer: CausalLayerWeights) -> bool | None:
+    """Return whether norms of queries and keys are of all heads as one row; None: either fits."""
+    for gamma, count in (
+        (layer.query_norm_gamma, heads.num_heads),
+        (layer.key_norm_gamma, heads.num_kv_heads),
+    ):
+        if gamma is not None and count > 1:
+            return bool(gamma.shape[0] != heads.head_size)
+    return None
+
+
+def check_per_layer(config: CausalConfig, weights: CausalWeights) -> None:
+    """Raise ValueError or TypeError for other weights of layers' inputs than the config has."""
+    size, shapes = config.per_layer_size, model_shapes(config)
+    for name in ("per_layer_embedding", "per_layer_projection", "per_layer_norm_gamma"):
+        value = getattr(weights, name)
+        if size:
+            check_weight(name, value, shapes.get(name, (size,)), optional=False)
+        elif value is not None:
+            raise ValueError(
+                f"Decoding: weights.{name} was given; expected none, as per_layer_size is 0"
+            )

@@ -8,15 +8,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lmdecode._checks import check_format
-from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
+from lmdecode.decoder.causal_config import (
+    CausalConfig,
+    CausalLayerWeights,
+    CausalWeights,
+    Heads,
+)
 from lmdecode.decoder.causal_weight_checks import (
     check_layer,
+    check_per_layer,
     check_weight,
     expert_shapes,
     linear_shapes,
+    model_shapes,
+    norms_of_all_heads,
     state_shapes,
 )
 from lmdecode.decoder.config import ACTIVATIONS, FORMATS, NORMS, format_number
@@ -36,12 +45,23 @@ __all__ = ["PackedCausalModel"]
 
 _ALIGNMENT = 64  # bytes
 _NONE = -1
-# The columns of a layout's row: four numbers, then the parts of a layer.
-_NUM_COLUMNS = 4 + len(CausalLayerWeights._fields)
+# The columns of a layout's row: numbers, then the parts of a layer.
+_NUM_NUMBERS = 6
+_NUM_COLUMNS = _NUM_NUMBERS + len(CausalLayerWeights._fields)
 _EMBEDDING_FORMAT, _NORMS_ALL_HEADS = 15, 10  # in sizes
-_FORMER_PARTS = (18, 23)  # of a layer in models that were saved before there were more
-_NUM_MODEL_PARTS, _EMBEDDING, _LOGITS = 7, 0, 5  # in the layout's row of the model
-# Formats of an embedding, as in csrc/decoder/causal_forward.h.
+# Of a layer, and of the model, in models that were saved before there were more.
+_FORMER_PARTS = (18, 23, 34)
+_NUM_MODEL_PARTS, _EMBEDDING, _LOGITS = 10, 0, 5  # in the layout's row of the model
+_FORMER_MODEL_PARTS = 7
+_MODEL_PARTS = ("embedding", "positions", "rotary", "final_norm_gamma", "final_norm_beta", "logits",
+                "logits_bias", "per_layer_embedding", "per_layer_projection",
+                "per_layer_norm_gamma")  # fmt: skip
+_TABLES = ("embedding", "per_layer_embedding")
+_LINEAR = ("qkv", "attention_out", "ffn_up", "ffn_gate", "ffn_down", "router", "logits",
+           "per_layer_projection", "per_layer_gate", "per_layer_out")  # fmt: skip
+# Where keys come from, as in csrc/decoder/causal_forward.h.
+_OWN_KEYS, _KEYS_ARE_VALUES, _SHARED_KEYS = 0, 1, 2
+# Formats of an embedding, as in csrc/decoder/per_layer_input.h.
 _IS_LOGITS, _IS_FLOAT32, _IS_BFLOAT16, _IS_PACKED = 0, 1, 2, 3
 _EMBEDDINGS = {"float32": _IS_FLOAT32, "bfloat16": _IS_BFLOAT16}  # others are packed
 
@@ -56,17 +76,6 @@ def _checked_format(weight_format: object) -> str:
 def _format_of(name: str, weight_format: str) -> str:
     """Return the format of a linear weight: experts are chosen by floats."""
     return "float32" if name == "router" else weight_format
-
-
-def _norms_all_heads(config: CausalConfig, layer: CausalLayerWeights) -> bool | None:
-    """Whether norms of queries and keys are of all heads as one row; None: either is right."""
-    for gamma, heads in (
-        (layer.query_norm_gamma, config.num_heads),
-        (layer.key_norm_gamma, config.num_kv_heads),
-    ):
-        if gamma is not None and heads > 1:
-            return bool(gamma.shape[0] != config.head_size)
-    return None
 
 
 class PackedCausalModel:
@@ -86,14 +95,14 @@ class PackedCausalModel:
     Attributes
     ----------
     memory, layout : Tensor
-        uint8 [bytes] with all weights, and int64 [layers + 1, 38]: where they lie. See
+        uint8 [bytes] with all weights, and int64 [layers + 1, 49]: where they lie. See
         csrc/bindings/causal_checks.h.
     sizes, numbers : list
         The config as the ops take it.
     cache_windows : list of int
         Of the model's caches: 0 keeps all positions, another number so many.
-    cache_layers : list of int
-        How many layers each cache has.
+    cache_layers, cache_heads : list
+        How many layers each cache has, and their heads.
     state_size : int
         Float32 numbers of a sequence's state, of all layers that have one.
     max_positions : int or None
@@ -153,8 +162,9 @@ class PackedCausalModel:
         model._set_caches()
         for name, part in model._offsets().items():
             offsets = torch.tensor(facts[name], dtype=torch.int64)
-            if offsets.dim() == 2 and offsets.shape[1] in _FORMER_PARTS:
-                more = part.shape[1] - offsets.shape[1]
+            former = _FORMER_PARTS if name == "layer_offsets" else (_FORMER_MODEL_PARTS,)
+            if offsets.dim() == part.dim() and offsets.shape[-1] in former:
+                more = part.shape[-1] - offsets.shape[-1]
                 offsets = torch.nn.functional.pad(offsets, (0, more), value=_NONE)
             if offsets.shape != part.shape:
                 raise ValueError(
@@ -188,7 +198,7 @@ class PackedCausalModel:
         """Return the layout without what the config tells: where parts of the memory begin."""
         return {
             "model_offsets": self.layout[0, :_NUM_MODEL_PARTS],
-            "layer_offsets": self.layout[1:, 4:],
+            "layer_offsets": self.layout[1:, _NUM_NUMBERS:],
         }
 
     def packed_parts(self, memory: Tensor) -> list[tuple[int, int]]:
@@ -210,13 +220,17 @@ class PackedCausalModel:
 
     def _packed_places(self) -> list[tuple[int, tuple[int, int]]]:
         """Return where each packed weight begins in the memory, and its shape."""
-        shapes = linear_shapes(self.config)
+        shapes = model_shapes(self.config)
         places = [(int(self.layout[0, _LOGITS]), shapes["logits"])]
-        if self.sizes[_EMBEDDING_FORMAT] == _IS_PACKED:
-            places.append((int(self.layout[0, _EMBEDDING]), shapes["logits"]))
+        for column, name in enumerate(_MODEL_PARTS):
+            is_packed = name == "per_layer_projection" or (
+                name in _TABLES and self._format_of_table(name) == _IS_PACKED
+            )
+            if is_packed and name in shapes:
+                places.append((int(self.layout[0, column]), shapes[name]))
         for i, row in enumerate(self.layout[1:]):
             packed = self._layer_shapes(i)
-            for column, name in enumerate(CausalLayerWeights._fields, start=4):
+            for column, name in enumerate(CausalLayerWeights._fields, start=_NUM_NUMBERS):
                 if name in packed and int(row[column]) != _NONE:
                     count, (outputs, inputs) = packed[name]
                     places.append((int(row[column]), (count * outputs, inputs)))
@@ -225,8 +239,7 @@ class PackedCausalModel:
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, tuple[int, int]]]:
         """Return how many matrices each packed weight of a layer has, and their shape."""
         c, has_experts = self.config, self.config.has_experts(layer)
-        linear = linear_shapes(c, layer)
-        shapes = {name: (1, shape) for name, shape in linear.items() if name != "logits"}
+        shapes = {name: (1, shape) for name, shape in linear_shapes(c, layer).items()}
         if has_experts:
             assert c.experts is not None
             count = c.experts.num_experts
@@ -235,9 +248,8 @@ class PackedCausalModel:
         return shapes
 
     def _check(self, weights: CausalWeights) -> None:
-        c = self.config
-        table = (c.vocab_size, c.model_size)
-        check_weight("embedding", weights.embedding, table, optional=False)
+        c, shapes = self.config, model_shapes(self.config)
+        check_weight("embedding", weights.embedding, shapes["embedding"], optional=False)
         if weights.positions is not None:
             shape = (len(weights.positions), c.model_size)
             check_weight("positions", weights.positions, shape, optional=False)
@@ -246,12 +258,14 @@ class PackedCausalModel:
                 f"Decoding: weights.rotary has {len(weights.rotary)} entries; expected "
                 f"{len(c.rotary_scales)}, as rotary_scales has"
             )
-        assert c.rotary_size is not None
         for i, frequencies in enumerate(weights.rotary):
-            check_weight(f"rotary[{i}]", frequencies, (c.rotary_size // 2,), optional=False)
+            sizes = {c.heads(layer).rotary_size for layer, r in enumerate(c.rotary) if r == i}
+            for size in sorted(sizes) or [2 * frequencies.numel()]:
+                check_weight(f"rotary[{i}]", frequencies, (size // 2,), optional=False)
         for name in ("final_norm_gamma", "final_norm_beta"):
             check_weight(name, getattr(weights, name), (c.model_size,), optional=True)
-        check_weight("logits", weights.logits, table, optional=True)
+        check_weight("logits", weights.logits, shapes["logits"], optional=True)
+        check_per_layer(c, weights)
         check_weight("logits_bias", weights.logits_bias, (c.vocab_size,), optional=True)
         if len(weights.layers) != c.num_layers:
             raise ValueError(
@@ -259,9 +273,16 @@ class PackedCausalModel:
                 f"num_layers, {c.num_layers}"
             )
 
+    def _format_of_table(self, name: str) -> int:
+        """Return how the rows of tokens are held."""
+        if name == "embedding":
+            return self.sizes[_EMBEDDING_FORMAT]
+        return _EMBEDDINGS.get(self.weight_format, _IS_PACKED)
+
     def _set_numbers(self, embedding_format: int) -> None:
         c = self.config
         assert c.rotary_size is not None and c.attention_scale is not None
+        windowed, of_global = (c.heads_of(has_window=has) for has in (True, False))
         self.sizes = [
             c.num_layers,
             c.model_size,
@@ -270,7 +291,7 @@ class PackedCausalModel:
             c.head_size,
             c.ffn_size,
             c.vocab_size,
-            c.rotary_size,
+            windowed.rotary_size,
             len(c.rotary_scales),
             self.max_positions or 0,
             0,  # norms_all_heads: the layers tell
@@ -282,6 +303,12 @@ class PackedCausalModel:
             int(c.attention_gate),
             *mixer_numbers(c.mixers),
             *(NO_SIZES if c.experts is None else c.experts.sizes()),
+            of_global.head_size,
+            of_global.num_kv_heads,
+            of_global.rotary_size,
+            int(c.value_norm),
+            c.per_layer_size,
+            _EMBEDDINGS.get(self.weight_format, _IS_PACKED),
         ]
         self.numbers = [
             c.norm_epsilon,
@@ -291,6 +318,8 @@ class PackedCausalModel:
             c.embedding_scale,
             c.logits_scale,
             *(NO_NUMBERS if c.experts is None else c.experts.numbers()),
+            c.per_layer_scale,
+            c.per_layer_epsilon,
             *c.rotary_scales,
         ]
 
@@ -299,30 +328,38 @@ class PackedCausalModel:
 
         The layout says so, and has no parts yet.
         """
-        windows = self.config.windows
+        c, windows = self.config, self.config.windows
         widest = max((window for window in windows if window is not None), default=0)
         self.cache_windows: list[int] = []
         self.cache_layers: list[int] = []
+        self.cache_heads: list[Heads] = []
         self.layout = torch.full((len(windows) + 1, _NUM_COLUMNS), _NONE, dtype=torch.int64)
         self._set_states()
         for has_window in (False, True):
             layers = [
                 i
-                for i, (w, mixer) in enumerate(zip(windows, self.config.mixers, strict=True))
-                if mixer is None and (w is not None) == has_window
+                for i, (w, mixer) in enumerate(zip(windows, c.mixers, strict=True))
+                if mixer is None and (w is not None) == has_window and c.shared_keys[i] is None
             ]
             if not layers:
                 continue
             for place, layer in enumerate(layers):
-                numbers = [
-                    windows[layer] or 0,
-                    _NONE if (rotary := self.config.rotary[layer]) is None else rotary,
-                    len(self.cache_windows),
-                    place,
-                ]
-                self.layout[layer + 1, :4] = torch.tensor(numbers)
+                source = _KEYS_ARE_VALUES if c.keys_are_values[layer] else _OWN_KEYS
+                self._set_attention(layer, len(self.cache_windows), place, source)
             self.cache_windows.append(widest if has_window else 0)
             self.cache_layers.append(len(layers))
+            self.cache_heads.append(c.heads_of(has_window=has_window))
+        for layer, shared in enumerate(c.shared_keys):
+            if shared is not None:
+                cache, place = self.layout[shared + 1, 2:4].tolist()
+                self._set_attention(layer, cache, place, _SHARED_KEYS)
+
+    def _set_attention(self, layer: int, cache: int, place: int, source: int) -> None:
+        """Write the numbers of a layer with attention: see ``CausalLayer`` of the ops."""
+        c, rotary = self.config, self.config.rotary[layer]
+        window, turn = c.windows[layer] or 0, _NONE if rotary is None else rotary
+        numbers = [window, turn, cache, place, source, c.ffn_sizes[layer]]
+        self.layout[layer + 1, :_NUM_NUMBERS] = torch.tensor(numbers)
 
     def _set_states(self) -> None:
         """Say of layers with a state where it begins in that of the model: see ``state_size``."""
@@ -330,14 +367,25 @@ class PackedCausalModel:
         for layer, mixer in enumerate(self.config.mixers, start=1):
             if mixer is None:
                 continue
-            self.layout[layer, :4] = torch.tensor([0, _NONE, _NONE, self.state_size])
+            numbers = [
+                0,
+                _NONE,
+                _NONE,
+                self.state_size,
+                _OWN_KEYS,
+                self.config.ffn_sizes[layer - 1],
+            ]
+            self.layout[layer, :_NUM_NUMBERS] = torch.tensor(numbers)
             self.state_size += -(-mixer.state_size // 16) * 16
 
     def _parts_of_model(
         self, weights: CausalWeights, embedding_format: int
     ) -> dict[str, LinearWeight | None]:
         is_read_from_logits = embedding_format == _IS_LOGITS
-        rotary = torch.stack([r.float().cpu() for r in weights.rotary]) if weights.rotary else None
+        rotary, most = None, max(map(len, weights.rotary), default=0)
+        if weights.rotary:
+            padded = [F.pad(r.float().cpu(), (0, most - len(r))) for r in weights.rotary]
+            rotary = torch.stack(padded)
         return {
             "embedding": None if is_read_from_logits else weights.embedding,
             "positions": weights.positions,
@@ -346,6 +394,9 @@ class PackedCausalModel:
             "final_norm_beta": weights.final_norm_beta,
             "logits": weights.embedding if weights.logits is None else weights.logits,
             "logits_bias": weights.logits_bias,
+            "per_layer_embedding": weights.per_layer_embedding,
+            "per_layer_projection": weights.per_layer_projection,
+            "per_layer_norm_gamma": weights.per_layer_norm_gamma,
         }
 
     def _most_bytes(self, weights: CausalWeights) -> int:
@@ -354,16 +405,18 @@ class PackedCausalModel:
         size = c.model_size
         layers = sum(self._most_layer_bytes(i) for i in range(c.num_layers))
         positions = 0 if weights.positions is None else weights.positions.numel()
-        rotary = sum(frequencies.numel() for frequencies in weights.rotary)
-        table = c.vocab_size * size
-        of_model = most_packed_bytes((c.vocab_size, size), self.weight_format)
-        of_model += most_packed_bytes((c.vocab_size, size), format_of_head(self.weight_format))
-        of_model += 4 * (table + positions + rotary + 2 * size + c.vocab_size)
+        rotary = len(weights.rotary) * max(map(len, weights.rotary), default=0)
+        of_model = 4 * (positions + rotary + 2 * size + c.vocab_size + c.per_layer_size)
+        for name, shape in model_shapes(c).items():
+            is_linear = name == "per_layer_projection"
+            kind = self.weight_format if is_linear else format_of_head(self.weight_format)
+            most = max(most_packed_bytes(shape, kind), most_packed_bytes(shape, self.weight_format))
+            of_model += most if is_linear else most + 4 * math.prod(shape)
         return of_model + layers + _NUM_COLUMNS * _ALIGNMENT
 
     def _most_layer_bytes(self, layer: int) -> int:
         c = self.config
-        total, floats = _NUM_COLUMNS * _ALIGNMENT, 10 * c.model_size + c.num_heads
+        total, floats = _NUM_COLUMNS * _ALIGNMENT, 16 * c.model_size + c.num_heads
         for name, (count, shape) in self._layer_shapes(layer).items():
             if 0 in shape or (name == "ffn_gate" and not c.gated):
                 continue
@@ -396,7 +449,7 @@ class PackedCausalModel:
         c, layout = self.config, self.layout
         # Pages that nothing is written to are never had of the system.
         memory, used = new_memory(self._most_bytes(weights)), 0
-        linear, matrices = {*linear_shapes(c), "router"}, expert_shapes(c)
+        matrices = expert_shapes(c)
 
         def put(row: int, column: int, name: str, value: Any) -> None:
             nonlocal used
@@ -404,14 +457,14 @@ class PackedCausalModel:
             if name in matrices:
                 size = self._pack_matrices(f"layers[{row - 1}].{name}", value, matrices[name],
                                            memory[used:])  # fmt: skip
-            elif name in linear or (name == "embedding" and embedding_format == _IS_PACKED):
-                is_table = name in ("embedding", "logits")
+            elif name in _LINEAR or (name in _TABLES and self._format_of_table(name) == _IS_PACKED):
+                is_table = name in (*_TABLES, "logits")
                 kind = format_of_head(self.weight_format) if is_table else self.weight_format
                 size = pack_weight_into(value, _format_of(name, kind), memory[used:])
             else:
                 value = value if isinstance(value, Tensor) else value.dequantize()
                 value = value.T if name == "convolution" else value  # tap by tap
-                is_half = name == "embedding" and embedding_format == _IS_BFLOAT16
+                is_half = name in _TABLES and self._format_of_table(name) == _IS_BFLOAT16
                 dtype = torch.bfloat16 if is_half else torch.float32
                 size = value.numel() * dtype.itemsize
                 memory[used : used + size].view(dtype).view(value.shape).copy_(value.detach())
@@ -429,7 +482,7 @@ class PackedCausalModel:
             for i in range(c.num_layers):
                 layer = weights.layers[i]
                 check_layer(c, f"layers[{i}]", layer, i)
-                for_all = _norms_all_heads(c, layer)
+                for_all = norms_of_all_heads(c.heads(i), layer)
                 if None not in (norms_all_heads, for_all) and norms_all_heads != for_all:
                     raise ValueError(
                         f"Decoding: weights.layers[{i}] has norms of heads that are of "
@@ -437,7 +490,7 @@ class PackedCausalModel:
                         "before"
                     )
                 norms_all_heads = for_all if norms_all_heads is None else norms_all_heads
-                for column, (name, value) in enumerate(layer._asdict().items(), start=4):
+                for column, (name, value) in enumerate(layer._asdict().items(), start=_NUM_NUMBERS):
                     if value is not None:
                         put(i + 1, column, name, value)
             self.sizes[_NORMS_ALL_HEADS] = int(bool(norms_all_heads))

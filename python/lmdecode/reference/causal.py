@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,14 +11,15 @@ from torch import Tensor
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
 from lmdecode.decoder.mixers import GatedDeltaRule, ShortConvolution
-from lmdecode.reference.decoder import feed_forward, normed
-from lmdecode.reference.experts import experts
+from lmdecode.reference.decoder import activated, feed_forward, normed
+from lmdecode.reference.experts import experts, experts_beside
 from lmdecode.reference.mixers import gated_delta_rule, short_convolution
 
 __all__ = ["CausalCache", "causal_logits"]
 
 # Keys and values of each layer, [num_kv_heads, length, head_size]; of a layer with a mixer the
-# convolution's last inputs and what else its state is. An empty list before a text.
+# convolution's last inputs and what else its state is; of a layer with another layer's keys those.
+# An empty list before a text.
 CausalCache = list[tuple[Tensor, Tensor]]
 
 
@@ -29,9 +31,9 @@ def _softcap(x: Tensor, cap: float) -> Tensor:
     return x if cap == 0 else cap * torch.tanh(x / cap)
 
 
-def _heads(config: CausalConfig, x: Tensor, gamma: Tensor | None = None) -> Tensor:
+def _heads(config: CausalConfig, x: Tensor, head_size: int, gamma: Tensor | None) -> Tensor:
     """[T, heads * head_size] to [heads, T, head_size], with a norm of all, or of each head."""
-    heads = (-1, config.head_size)
+    heads = (-1, head_size)
     if gamma is not None and gamma.shape[0] == x.shape[-1]:
         return normed(config, x, gamma, None).unflatten(-1, heads).transpose(0, 1)
     return _norm(config, x.unflatten(-1, heads), gamma, None).transpose(0, 1)
@@ -55,25 +57,36 @@ def _attention(
     past: int,
 ) -> Tensor:
     assert config.attention_scale is not None
-    qkv = F.linear(x, w.qkv, w.qkv_bias)
-    sizes = [config.query_size, config.key_size, config.key_size]
-    q, k, v, gate = qkv.split([*sizes, config.projected_size - sum(sizes)], dim=-1)
-    q, k = _heads(config, q, w.query_norm_gamma), _heads(config, k, w.key_norm_gamma)
-    v = _heads(config, v)
-
+    qkv, sizes = F.linear(x, w.qkv, w.qkv_bias), config.heads(number)
+    size, key_size, source = sizes.head_size, sizes.key_size, config.shared_keys[number]
     positions = torch.arange(past, past + x.shape[0])
     turn = config.rotary[number]
-    if turn is not None:
-        angles = positions[:, None].to(x.dtype) * rotary[turn].to(x.dtype)
-        q, k = (_turned(heads, angles, config.rotary_scales[turn]) for heads in (q, k))
-    if number < len(cache):
-        keys, values = cache[number]
-        k, v = torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
-        cache[number] = (k, v)
-    else:
-        cache.append((k, v))
 
-    group = config.num_heads // config.num_kv_heads
+    def turned(heads: Tensor) -> Tensor:
+        if turn is None:
+            return heads
+        angles = positions[:, None].to(x.dtype) * rotary[turn].to(x.dtype)
+        return _turned(heads, angles, config.rotary_scales[turn])
+
+    q, rest = qkv[:, : sizes.query_size], qkv[:, sizes.query_size :]
+    q = turned(_heads(config, q, size, w.query_norm_gamma))
+    if source is not None:
+        k, v = cache[source]
+        gate = rest
+    else:
+        k, rest = rest[:, :key_size], rest[:, key_size:]
+        v, gate = k, rest
+        if not config.keys_are_values[number]:
+            v, gate = rest[:, :key_size], rest[:, key_size:]
+        k, v = turned(_heads(config, k, size, w.key_norm_gamma)), _heads(config, v, size, None)
+        if config.value_norm:
+            v = normed(config, v, None, None)
+        if number < len(cache):
+            keys, values = cache[number]
+            k, v = torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
+    cache[number : number + 1] = [(k, v)]
+
+    group = sizes.num_heads // sizes.num_kv_heads
     k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
     scores = _softcap(q @ k.mT * config.attention_scale, config.attention_softcap)
     back = positions[:, None] - torch.arange(k.shape[1])  # from a query to a key
@@ -105,6 +118,35 @@ def _mixed(
     return F.linear(out, w.attention_out, w.attention_out_bias)
 
 
+def _per_layer_inputs(
+    config: CausalConfig, weights: CausalWeights, tokens: Tensor, x: Tensor
+) -> Tensor:
+    """[T, num_layers, per_layer_size]: what tokens give to layers; x are their embeddings."""
+    assert weights.per_layer_embedding is not None and weights.per_layer_projection is not None
+    assert weights.per_layer_norm_gamma is not None
+    sizes = (config.num_layers, config.per_layer_size)
+    projected = F.linear(x, weights.per_layer_projection.to(x.dtype)).unflatten(-1, sizes)
+    of_norm = replace(config, norm_epsilon=config.per_layer_epsilon)
+    projected = normed(of_norm, projected, weights.per_layer_norm_gamma.to(x.dtype), None)
+    rows = weights.per_layer_embedding[tokens].to(x.dtype).unflatten(-1, sizes)
+    return rows * config.per_layer_scale + projected
+
+
+def _with_input(config: CausalConfig, w: CausalLayerWeights, x: Tensor, inputs: Tensor) -> Tensor:
+    assert w.per_layer_gate is not None and w.per_layer_out is not None
+    inner = activated(config, F.linear(x, w.per_layer_gate)) * inputs
+    return x + _norm(config, F.linear(inner, w.per_layer_out), w.per_layer_out_norm_gamma, None)
+
+
+def _feed_forward(config: CausalConfig, number: int, w: CausalLayerWeights, x: Tensor) -> Tensor:
+    given = _norm(config, x, w.ffn_norm_gamma, w.ffn_norm_beta)
+    if not config.has_experts(number):
+        return feed_forward(config, w, given, F.linear)
+    if w.experts_out_norm_gamma is None:
+        return experts(config, w, given, F.linear)
+    return experts_beside(config, w, x, given, F.linear)
+
+
 @torch.no_grad()
 def causal_logits(
     config: CausalConfig,
@@ -125,7 +167,8 @@ def causal_logits(
     cache : list, optional
         Of each layer the keys, turned, and the values, [num_kv_heads, length, head_size], all from
         position 0 on. Those of ``tokens`` are appended. Of layers with a mixer the state behind the
-        last token; see ``lmdecode.reference.mixers``. Begin with an empty list.
+        last token; see ``lmdecode.reference.mixers``. Layers with another layer's keys have these,
+        too. Begin with an empty list.
     dtype : torch.dtype
         In which everything is computed, angles too: float32 or float64.
 
@@ -145,6 +188,9 @@ def causal_logits(
     x = embedding[tokens] * config.embedding_scale
     if weights.positions is not None:
         x = x + weights.positions[past : past + tokens.shape[0]].to(dtype)
+    inputs = None
+    if config.per_layer_size:
+        inputs = _per_layer_inputs(config, weights, tokens, x)
     for number, layer in enumerate(weights.layers):
         w = CausalLayerWeights(*map(wide, layer))
         given = _norm(config, x, w.attention_norm_gamma, w.attention_norm_beta)
@@ -153,10 +199,11 @@ def causal_logits(
         else:
             out = _mixed(config, number, w, given, cache)
         x = x + _norm(config, out, w.attention_out_norm_gamma, None)
-        given = _norm(config, x, w.ffn_norm_gamma, w.ffn_norm_beta)
-        layer_of = experts if config.has_experts(number) else feed_forward
-        out = layer_of(config, w, given, F.linear)
+        out = _feed_forward(config, number, w, x)
         x = x + _norm(config, out, w.ffn_out_norm_gamma, None)
+        if inputs is not None:
+            x = _with_input(config, w, x, inputs[:, number])
+        x = x if w.layer_scale is None else x * w.layer_scale
     x = _norm(config, x, wide(weights.final_norm_gamma), wide(weights.final_norm_beta))
     head = embedding if weights.logits is None else weights.logits.to(dtype)
     logits = F.linear(x, head, wide(weights.logits_bias)) * config.logits_scale

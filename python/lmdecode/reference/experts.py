@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights
 from lmdecode.decoder.experts import ExpertsConfig
-from lmdecode.reference.decoder import activated, feed_forward
+from lmdecode.reference.decoder import activated, feed_forward, normed
 
-__all__ = ["chosen_experts", "experts"]
+__all__ = ["chosen_experts", "experts", "experts_beside"]
 
 Linear = Callable[..., Tensor]
 
@@ -52,10 +52,41 @@ def experts(config: CausalConfig, w: CausalLayerWeights, x: Tensor, linear: Line
     ``linear(x, weight, bias)`` multiplies experts; the router's product is exact.
     """
     c = config.experts
+    assert c is not None
+    out = _routed(config, w, x, x, linear)
+    if c.shared_size == 0:
+        return out
+    shared = feed_forward(config, w, x, linear)
+    if w.shared_gate is not None:
+        shared = shared * torch.sigmoid(x @ w.shared_gate)[:, None]
+    return out + shared
+
+
+def experts_beside(
+    config: CausalConfig, w: CausalLayerWeights, x: Tensor, given: Tensor, linear: Linear
+) -> Tensor:
+    """Apply the experts and the shared expert of a layer with norms of each, [T, D] to [T, D].
+
+    The shared expert reads ``given``; the router and the experts read norms of x.
+    """
+    shared = feed_forward(config, w, given, linear)
+    router_x = normed(config, x, w.router_norm_gamma, None)
+    out = _routed(config, w, normed(config, x, w.experts_norm_gamma, None), router_x, linear)
+    out = normed(config, out, w.experts_out_norm_gamma, None)
+    return out + normed(config, shared, w.shared_out_norm_gamma, None)
+
+
+def _routed(
+    config: CausalConfig, w: CausalLayerWeights, x: Tensor, router_x: Tensor, linear: Linear
+) -> Tensor:
+    """Return the sum of each row's experts, [T, D]."""
+    c = config.experts
     assert c is not None and w.router is not None
     assert w.experts_gate is not None and w.experts_up is not None and w.experts_down is not None
-    logits = torch.nn.functional.linear(x, w.router, w.router_bias)
+    logits = torch.nn.functional.linear(router_x, w.router, w.router_bias)
     indices, weights = chosen_experts(c, logits, w.router_choice_bias)
+    if w.router_scale is not None:
+        weights = weights * w.router_scale[indices]
     out = torch.zeros_like(x)
 
     def apply(matrices: Any, biases: Tensor | None, e: int, rows: Tensor) -> Tensor:
@@ -74,9 +105,4 @@ def experts(config: CausalConfig, w: CausalLayerWeights, x: Tensor, linear: Line
             inner = gate * torch.sigmoid(c.alpha * gate) * (up + 1)
         output = apply(w.experts_down, w.experts_down_bias, e, inner)
         out[rows] += output * weights[rows, places, None]
-    if c.shared_size == 0:
-        return out
-    shared = feed_forward(config, w, x, linear)
-    if w.shared_gate is not None:
-        shared = shared * torch.sigmoid(x @ w.shared_gate)[:, None]
-    return out + shared
+    return out

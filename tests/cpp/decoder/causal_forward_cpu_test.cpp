@@ -14,12 +14,13 @@ namespace {
 
 constexpr int64_t kWindow = 5, kBlockSize = 4, kMaxBlocks = 8, kSequences = 3, kVocab = 29;
 
-// A layer with a window, in a cache of its own, and one without.
+// A layer without a window, one with a window and other heads in a cache of its own, and one with
+// the keys of this. All have inputs beside embeddings.
 class Model {
  public:
   explicit Model(linear::LinearFormat format) {
     DecoderConfig& c = model.config;
-    c.layers = 2;
+    c.layers = 3;
     c.model_size = 10;
     c.heads = 4;
     c.kv_heads = 2;
@@ -32,13 +33,23 @@ class Model {
     c.format = format;
     c.norm_epsilon = 1e-5f;
     c.attention_scale = 0.4f;
-    model.rotary_size = 6;
+    model.heads[0] = {1, 9, 8};
+    model.heads[1] = {c.kv_heads, c.head_size, 6};
+    c.widest_projection = c.heads * 9 + 2 * 9;
+    c.widest_mixed = c.heads * 9;
+    model.norms_values = true;
+    model.last_with_keys = 1;
     model.num_rotary = 1;
-    model.frequencies = floats(3, 1.0f);
+    model.frequencies = floats(4, 1.0f);
     model.rotary_scales = floats(1, 1.0f);
     model.attention_softcap = 2.0f;
     model.logits_softcap = 3.0f;
-    model.embedding = floats(kVocab * c.model_size, 2.0f);
+    model.embedding.values = floats(kVocab * c.model_size, 2.0f);
+    model.per_layer.size = 5;
+    model.per_layer.rows.values = floats(kVocab * c.layers * 5, 2.0f);
+    model.per_layer.projection = linear(c.model_size, c.layers * 5);
+    model.per_layer.norm = floats(5, 1.0f);
+    model.per_layer.norm_epsilon = 1e-5f;
     model.weights.final_norm = norm();
     model.weights.logits = linear(c.model_size, kVocab);
     for (int64_t i = 0; i < c.layers; ++i) {
@@ -48,16 +59,26 @@ class Model {
       w.self_out_norm = norm();
       w.ffn_norm = norm();
       w.ffn_out_norm = norm();
-      w.qkv = linear(c.model_size, c.qkv_size());
-      w.self_out = linear(c.attention_size(), c.model_size);
+      layer.heads = model.heads[i == 0 ? 0 : 1];
+      if (i < 2) layer.keys = i == 0 ? KeySource::kAreValues : KeySource::kOwn;
+      if (i == 2) layer.keys = KeySource::kShared;
+      const int64_t query_size = c.heads * layer.heads.size, key_size = layer.heads.key_size();
+      const int64_t parts[] = {1, 2, 0};
+      w.qkv = linear(c.model_size, query_size + parts[i] * key_size);
+      w.qkv_stride = query_size + (i < 2 ? 2 * key_size : 0);
+      w.self_out = linear(query_size, c.model_size);
       w.ffn_up = linear(c.model_size, c.ffn_size);
       w.ffn_gate = linear(c.model_size, c.ffn_size);
       w.ffn_down = linear(c.ffn_size, c.model_size);
-      layer.query_norm = floats(c.head_size, 1.0f);
-      layer.key_norm = floats(c.head_size, 1.0f);
+      layer.per_layer.gate = linear(c.model_size, 5);
+      layer.per_layer.out = linear(5, c.model_size);
+      layer.per_layer.out_norm = norm();
+      layer.per_layer.scale = floats(1, 1.0f);
+      layer.query_norm = floats(layer.heads.size, 1.0f);
+      if (i < 2) layer.key_norm = floats(layer.heads.size, 1.0f);
       layer.rotary = 0;
-      layer.cache = i;
-      if (i == 1) layer.window = kWindow;
+      layer.cache = i == 0 ? 0 : 1;
+      if (i > 0) layer.window = kWindow;
       layers_.push_back(layer);
     }
     model.layers = layers_.data();
@@ -82,7 +103,7 @@ enum class CacheFormat { kFloat32, kBFloat16, kInt8 };
 // The memory of a cache, NaN at first.
 class Cache {
  public:
-  Cache(const DecoderConfig& c, CacheFormat format, int64_t window)
+  Cache(const HeadSizes& heads, CacheFormat format, int64_t window)
       : blocks_(kSequences * kMaxBlocks, kv_cache::kNoBlock),
         lengths_(kSequences),
         ref_counts_(kBlocks),
@@ -93,8 +114,8 @@ class Cache {
     cache.dtype = format == CacheFormat::kBFloat16 ? DType::kBFloat16 : DType::kFloat32;
     cache.is_int8 = format == CacheFormat::kInt8;
     cache.layers = 1;
-    cache.kv_heads = c.kv_heads;
-    cache.head_size = c.head_size;
+    cache.kv_heads = heads.kv_heads;
+    cache.head_size = heads.size;
     cache.window = window;
     kv_cache::BlockTable& t = cache.table;
     t.blocks = blocks_.get();
@@ -126,7 +147,7 @@ class Cache {
 class Texts {
  public:
   Texts(const Model& model, CacheFormat format, int64_t max_rows)
-      : full(model.model.config, format, 0), window(model.model.config, format, kWindow) {
+      : full(model.model.heads[0], format, 0), window(model.model.heads[1], format, kWindow) {
     params_.model = &model.model;
     params_.num_caches = 2;
     params_.caches[0] = full.cache;

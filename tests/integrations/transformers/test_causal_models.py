@@ -85,9 +85,10 @@ def test_a_text_may_come_in_pieces(architecture: str, variant: str) -> None:
     whole = causal_logits(config, weights, tokens, dtype=torch.float64)
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-9)
     assert len(cache) == config.num_layers
-    shape = (config.num_kv_heads, LENGTH, config.head_size)
-    for pair, mixer in zip(cache, config.mixers, strict=True):
+    for number, (pair, mixer) in enumerate(zip(cache, config.mixers, strict=True)):
         if mixer is None:
+            heads = config.heads(number)
+            shape = (heads.num_kv_heads, LENGTH, heads.head_size)
             assert {tensor.shape for tensor in pair} == {shape}
         else:
             assert pair[0].shape == (mixer.taps - 1, mixer.channels)
@@ -98,29 +99,49 @@ def test_a_text_may_come_in_pieces(architecture: str, variant: str) -> None:
 def test_shapes(architecture: str, variant: str) -> None:
     """The weights have the shapes that CausalWeights says."""
     config, weights = causal_model_of(random_model(architecture, variant))
-    size, query, key = config.model_size, config.query_size, config.key_size
+    size = config.model_size
     assert weights.embedding.shape == (config.vocab_size, size)
     assert config.vocab_size == VOCAB and len(weights.layers) == config.num_layers
     assert weights.logits is None or weights.logits.shape == (VOCAB, size)
     assert weights.positions is None or weights.positions.shape[1] == size
-    assert config.rotary_size is not None and len(weights.rotary) == len(config.rotary_scales)
-    for frequencies in weights.rotary:
-        assert frequencies.shape == (config.rotary_size // 2,)
-        assert frequencies.dtype == torch.float32
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-        "qkv": ((config.projected_size, size),),
-        "qkv_bias": ((config.projected_size,),),
-        "query_norm_gamma": ((config.head_size,), (query,)),
-        "key_norm_gamma": ((config.head_size,), (key,)),
-        "attention_out": ((size, query),),
-        "ffn_up": ((config.ffn_size, size),),
-        "ffn_gate": ((config.ffn_size, size),),
-        "ffn_up_bias": ((config.ffn_size,),),
-        "ffn_gate_bias": ((config.ffn_size,),),
-        "ffn_down": ((size, config.ffn_size),),
-        "sinks": ((config.num_heads,),),
-    }
+    assert len(weights.rotary) == len(config.rotary_scales)
+    for number, rotary in enumerate(config.rotary):
+        if rotary is not None:
+            frequencies = weights.rotary[rotary]
+            assert frequencies.shape == (config.heads(number).rotary_size // 2,)
+            assert frequencies.dtype == torch.float32
+    inputs = config.num_layers * config.per_layer_size
+    for name, expected in (
+        ("per_layer_embedding", (VOCAB, inputs)),
+        ("per_layer_projection", (inputs, size)),
+        ("per_layer_norm_gamma", (config.per_layer_size,)),
+    ):
+        value = getattr(weights, name)
+        assert (value is None) == (inputs == 0)
+        assert value is None or value.shape == expected
     for number, (layer, mixer) in enumerate(zip(weights.layers, config.mixers, strict=True)):
+        heads, ffn, projected = config.heads(number), config.ffn_sizes[number], 0
+        if mixer is None:
+            keys = 0 if config.shared_keys[number] is not None else 2
+            keys -= config.keys_are_values[number]
+            gate = heads.query_size if config.attention_gate else 0
+            projected = heads.query_size + keys * heads.key_size + gate
+        shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+            "qkv": ((projected, size),),
+            "qkv_bias": ((projected,),),
+            "query_norm_gamma": ((heads.head_size,), (heads.query_size,)),
+            "key_norm_gamma": ((heads.head_size,), (heads.key_size,)),
+            "attention_out": ((size, heads.query_size),),
+            "ffn_up": ((ffn, size),),
+            "ffn_gate": ((ffn, size),),
+            "ffn_up_bias": ((ffn,),),
+            "ffn_gate_bias": ((ffn,),),
+            "ffn_down": ((size, ffn),),
+            "sinks": ((config.num_heads,),),
+            "per_layer_gate": ((config.per_layer_size, size),),
+            "per_layer_out": ((size, config.per_layer_size),),
+            "layer_scale": ((1,),),
+        }
         if mixer is not None:
             of_layer = dict.fromkeys(("query_norm_gamma", "key_norm_gamma", "sinks"), ())
             of_layer |= {name: (shape,) for name, shape in linear_shapes(config, number).items()}
@@ -150,6 +171,8 @@ def _shapes_of_experts(config: CausalConfig, number: int) -> dict[str, tuple[tup
     """Return the shapes of what only layers with experts have, or others have in other sizes."""
     if not config.has_experts(number):
         names = (*EXPERTS, *(f"{name}_bias" for name in EXPERTS), "router", "router_bias")
+        names += ("router_norm_gamma", "experts_norm_gamma", "experts_out_norm_gamma")
+        names += ("shared_out_norm_gamma", "router_scale")
         return dict.fromkeys((*names, "router_choice_bias", "shared_gate"), ())
     assert config.experts is not None
     e, size = config.experts, config.model_size
@@ -157,6 +180,7 @@ def _shapes_of_experts(config: CausalConfig, number: int) -> dict[str, tuple[tup
         "router": (e.num_experts, size),
         "router_bias": (e.num_experts,),
         "router_choice_bias": (e.num_experts,),
+        "router_scale": (e.num_experts,),
         "experts_gate": (e.size, size),
         "experts_up": (e.size, size),
         "experts_down": (size, e.size),
@@ -180,12 +204,19 @@ def test_every_field_of_config_and_weights_is_used_by_a_case() -> None:
         always = {"qkv", "attention_out"}
         assert given == ({False} if field in always else {False, True}), field
     for name in ("norm", "gated", "activation", "attention_softcap", "logits_softcap",
-                 "embedding_scale", "logits_scale", "norm_epsilon"):  # fmt: skip
+                 "embedding_scale", "logits_scale", "norm_epsilon", "value_norm",
+                 "per_layer_size", "per_layer_scale", "per_layer_epsilon"):  # fmt: skip
         assert len({getattr(c, name) for c, _ in models}) > 1, name
     assert {c.activation for c, _ in models} == {"relu", "gelu", "gelu_tanh", "silu"}
     assert {c.num_heads // c.num_kv_heads for c, _ in models} >= {1, 2, 4, 7}
     assert any(c.query_size != c.model_size for c, _ in models)
     assert any(c.rotary_size not in (0, c.head_size) for c, _ in models)
+    assert any(c.global_head_size != c.head_size for c, _ in models)
+    assert any(c.global_num_kv_heads != c.num_kv_heads for c, _ in models)
+    assert any(c.global_rotary_size != c.rotary_size for c, _ in models)
+    assert any(len(set(c.ffn_sizes)) > 1 for c, _ in models)
+    assert {any(c.keys_are_values) for c, _ in models} == {True, False}
+    assert {len({*c.shared_keys} - {None}) for c, _ in models} == {0, 1, 2}
     assert any(len(set(c.rotary_scales)) == 1 and c.rotary_scales[0] != 1 for c, _ in models)
     mixed = {None, WINDOW}
     assert {frozenset(c.windows) for c, _ in models} == {
@@ -285,6 +316,22 @@ def test_models_of_other_types() -> None:
             "the rope_type is 'longrope'",
         ),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (
+            "gemma4_text", {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention is 'all'; expected None or 'vision'",
+        ),
+        (
+            "gemma4_text", {"vocab_size_per_layer_input": VOCAB - 1},
+            f"vocab_size_per_layer_input is {VOCAB - 1}; expected {VOCAB}, as vocab_size",
+        ),
+        (
+            "gemma4_text",
+            {
+                "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+                "moe_intermediate_size": 20,
+            },
+            "feed-forward layers beside experts have 44, 88 inner features; expected the same",
+        ),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True; expected False"),
         (
             "qwen2",

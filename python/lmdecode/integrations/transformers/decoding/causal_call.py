@@ -38,6 +38,8 @@ _OP = "Decoding.generate"
 _OF_ASSISTANTS = (
     "num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule",
 )  # fmt: skip
+# Arguments of models that read more than text.
+_MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 # Arguments that generate() passes on and that have no effect here.
 _IGNORED = frozenset(
     ("attention_mask", "cache_position", "logits_to_keep", "next_sequence_length", "position_ids",
@@ -218,6 +220,12 @@ def causal_call(
     ValueError
         Names an argument of ``generate()`` that ``Decoding`` does not support.
     """
+    for name in _MEDIA:
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"{name}: expected None, as Decoding takes text alone, got "
+                f"{type(arguments[name]).__name__}"
+            )
     streamer, given_tokenizer = arguments.get("streamer"), arguments.get("tokenizer")
 
     # transformers passes on what this adds to the arguments of its own loops.

@@ -46,6 +46,10 @@ _TOKENIZER_FILES = (
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 
 
+# Buffers that are read as weights are.
+_READ_BUFFERS = (".expert_bias", ".layer_scalar")
+
+
 class _EmptyOnMeta(TorchFunctionMode):
     """Make ``torch.empty``, which creates weights, return tensors without memory in this thread.
 
@@ -190,7 +194,7 @@ class Checkpoint:
             if both and not checkpoint._are_equal(target, source):
                 return None
         if any(
-            name.endswith(".expert_bias") and name not in files for name, _ in model.named_buffers()
+            name.endswith(_READ_BUFFERS) and name not in files for name, _ in model.named_buffers()
         ):
             return None
         for name, parameter in model.named_parameters():

@@ -15,6 +15,8 @@ __all__ = [
     "Architecture",
     "ExpertModules",
     "LayerModules",
+    "PerLayerModules",
+    "PerLayerTrunk",
     "Rows",
     "Trunk",
     "gated_ffn",
@@ -33,6 +35,26 @@ def refused(what: str, others: str = "other models", function: str = "pack_linea
     )
 
 
+class PerLayerTrunk(NamedTuple):
+    """What a model gives to its layers beside embeddings.
+
+    Attributes
+    ----------
+    embedding
+        Has ``weight`` [V, L P] and ``embed_scale``.
+    projection, norm
+        A linear module [L P, D], and a norm of [P].
+    projection_scale, scale : float
+        What the projection is multiplied by before its norm, and what all is at last.
+    """
+
+    embedding: Any
+    projection: Any
+    norm: Any
+    projection_scale: float
+    scale: float
+
+
 class Trunk(NamedTuple):
     """The modules of a model, without its head.
 
@@ -44,6 +66,8 @@ class Trunk(NamedTuple):
         ``positions`` is an ``Embedding``. None if the model has no such module.
     layers
         The layers, each an argument of ``Architecture.layer``.
+    per_layer : PerLayerTrunk or None
+        Where layers have inputs beside embeddings.
     """
 
     root: Any
@@ -52,6 +76,7 @@ class Trunk(NamedTuple):
     final_norm: Any
     rotary: Any = None
     positions: Any = None
+    per_layer: PerLayerTrunk | None = None
 
 
 class Rows(NamedTuple):
@@ -77,6 +102,9 @@ class ExpertModules(NamedTuple):
     is_interleaved : bool
         Whether ``gate_up_proj`` is [E, D, 2 X], gates at even places; else it is [E, 2 X, D], gates
         first. ``down_proj`` likewise is [E, X, D], or [E, D, X].
+    router_norm, scales
+        Modules and the names of their parameters: the gamma of a norm of what the router reads [D],
+        to be multiplied by ``router_norm_factor``; and what weights are multiplied by [E].
     """
 
     router: Any
@@ -84,6 +112,16 @@ class ExpertModules(NamedTuple):
     choice_bias: tuple[Any, str] | None = None
     shared_gate: Any = None
     is_interleaved: bool = False
+    router_norm: tuple[Any, str] | None = None
+    router_norm_factor: float = 1.0
+    scales: tuple[Any, str] | None = None
+
+
+class PerLayerModules(NamedTuple):
+    """Linear modules of a layer with inputs beside embeddings: [P, D] and [D, P]."""
+
+    gate: Any
+    out: Any
 
 
 class LayerModules(NamedTuple):
@@ -105,6 +143,12 @@ class LayerModules(NamedTuple):
         Where there are any, ``ffn_up`` and so on are the shared expert's, or None.
     sinks
         Whether the attention has a parameter ``sinks``.
+    shared_keys, keys_are_values
+        As of ``CausalConfig``; ``qkv`` then has no keys and values, or no values.
+    per_layer : PerLayerModules or None
+        Where the trunk has such inputs.
+    scale
+        A module and the name of its buffer or parameter [1]; None: 1.
     """
 
     attention: Any
@@ -124,6 +168,14 @@ class LayerModules(NamedTuple):
     delta_rule: Any = None
     experts: ExpertModules | None = None
     sinks: bool = False
+    shared_keys: int | None = None
+    keys_are_values: bool = False
+    per_layer: PerLayerModules | None = None
+    per_layer_out_norm: Any = None
+    experts_norm: Any = None
+    experts_out_norm: Any = None
+    shared_out_norm: Any = None
+    scale: tuple[Any, str] | None = None
 
 
 def gated_ffn(ffn: Any) -> dict[str, Any]:
@@ -147,6 +199,8 @@ class Architecture:
         The entry of the activation's name.
     fixed_activation
         The activation, if the config has no such entry.
+    value_norm : bool
+        Heads of values have a norm without weights.
     attention_gate : bool
         The last rows of attention layers' ``qkv`` are an output gate's.
     windows
@@ -171,6 +225,7 @@ class Architecture:
     gamma_plus_one: bool = False
     activation: str = "hidden_act"
     fixed_activation: ActivationName | None = None
+    value_norm: bool = False
     attention_gate: bool = False
     windows: Literal["none", "sliding_window", "layer_types"] = "none"
     layers_without_positions: bool = False

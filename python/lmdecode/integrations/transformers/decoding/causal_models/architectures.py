@@ -12,6 +12,12 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     Trunk,
     gated_ffn,
 )
+from lmdecode.integrations.transformers.decoding.causal_models.gemma4 import (
+    gemma4_experts,
+    gemma4_layer,
+    gemma4_text_part,
+    gemma4_trunk,
+)
 from lmdecode.integrations.transformers.decoding.causal_models.state_layers import (
     lfm2_layer,
     lfm2_trunk,
@@ -201,6 +207,16 @@ _GEMMA = Architecture(
     logits_softcap="final_logit_softcapping",
     must_be_off=("use_bidirectional_attention",),
 )
+_GEMMA4 = Architecture(
+    gemma4_trunk,
+    gemma4_layer,
+    activation="hidden_activation",
+    value_norm=True,
+    windows="layer_types",
+    embedding_scaled=True,
+    logits_softcap="final_logit_softcapping",
+    experts=gemma4_experts,
+)
 
 _LFM2 = Architecture(lfm2_trunk, lfm2_layer, norm_epsilon="norm_eps", fixed_activation="silu")
 _QWEN3_5 = Architecture(_trunk, qwen3_5_layer, gamma_plus_one=True, attention_gate=True)
@@ -212,6 +228,8 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "gemma3_text": replace(_GEMMA, layer=_gemma3_layer),
     # Text only; transformers' Gemma 3 with images does not cap its logits.
     "gemma3": replace(_GEMMA, trunk=_text_part, layer=_gemma3_layer, logits_softcap=None),
+    "gemma4_text": _GEMMA4,
+    "gemma4": replace(_GEMMA4, trunk=gemma4_text_part),  # text only
     "gpt2": Architecture(
         _gpt2_trunk,
         _gpt2_layer,

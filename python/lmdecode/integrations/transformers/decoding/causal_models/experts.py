@@ -13,11 +13,13 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     Architecture,
     ExpertModules,
     LayerModules,
+    refused,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.values import (
     expert_parts,
     floats,
     times,
+    wide,
 )
 
 __all__ = ["expert_weights", "experts_config", "inner_size"]
@@ -37,12 +39,19 @@ def experts_config(
     are_there = [layer.experts is not None for layer in layers]
     if architecture.experts is None or not any(are_there):
         return None
-    first = layers[are_there.index(True)]
+    of_experts = [layer for layer in layers if layer.experts is not None]
+    first = of_experts[0]
     assert first.experts is not None
+    shared = sorted({0 if m.ffn_up is None else inner_size(m) for m in of_experts})
+    if len(shared) > 1:
+        raise refused(
+            f"feed-forward layers beside experts have {', '.join(map(str, shared))} inner "
+            "features; expected the same number in all layers"
+        )
     down = first.experts.experts.down_proj
     return ExpertsConfig(
         size=int(down.shape[1 if first.experts.is_interleaved else 2]),
-        shared_size=0 if first.ffn_up is None else inner_size(first),
+        shared_size=shared[0],
         layers=tuple(are_there),
         **architecture.experts(config),
     )
@@ -103,4 +112,18 @@ def expert_weights(
         "experts_down": ExpertMatrices(count, lambda e: times(factor, down(e), None)[0]),
         "experts_down_bias": None if down_bias is None else times(factor, down_bias, None)[0],
         "shared_gate": None if shared is None else floats(shared).reshape(-1),
+        **_around(modules, parameter),
     }
+
+
+def _around(
+    modules: ExpertModules, parameter: Callable[[Any, str], Tensor | None]
+) -> dict[str, Tensor | None]:
+    """Return the router's norm, and what weights are multiplied by."""
+    gamma = None
+    if modules.router_norm is not None:
+        gamma = parameter(*modules.router_norm)
+        assert gamma is not None
+        gamma = wide(gamma) * modules.router_norm_factor
+    scales = None if modules.scales is None else parameter(*modules.scales)
+    return {"router_norm_gamma": gamma, "router_scale": scales}

@@ -10,7 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
+from lmdecode.decoder.causal_config import (
+    CausalConfig,
+    CausalLayerWeights,
+    CausalWeights,
+)
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
     Architecture,
     ExpertModules,
@@ -27,6 +31,10 @@ from lmdecode.integrations.transformers.decoding.causal_models.experts import (
     experts_config,
     inner_size,
 )
+from lmdecode.integrations.transformers.decoding.causal_models.heads import (
+    heads_of,
+    per_layer_numbers,
+)
 from lmdecode.integrations.transformers.decoding.causal_models.values import (
     chunks,
     floats,
@@ -41,7 +49,8 @@ __all__ = ["causal_model_of", "refuse_rope_types"]
 _ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 
 _NORMS = ("attention_norm", "attention_out_norm", "query_norm", "key_norm", "ffn_norm",
-          "ffn_out_norm")  # fmt: skip
+          "ffn_out_norm", "per_layer_out_norm", "experts_norm", "experts_out_norm",
+          "shared_out_norm")  # fmt: skip
 
 
 def refuse_rope_types(config: Any) -> None:
@@ -176,20 +185,24 @@ class _Reader:
             logits=None if is_tied else self._weight(self.head),
             logits_bias=head_bias,
             layers=_Layers(self),
+            **self._per_layer_weights(),
         )
-        heads = config.num_attention_heads
+        windows = self._windows()
+        windowed, of_global = heads_of(
+            config.num_attention_heads, self.layers, windows, rotary.layers, rotary.frequencies
+        )
         return (
             CausalConfig(
                 num_layers=len(self.layers),
                 model_size=embedding.shape[1],
-                num_heads=heads,
-                num_kv_heads=getattr(config, "num_key_value_heads", heads),
-                head_size=self.attention.head_dim,
+                num_heads=config.num_attention_heads,
+                num_kv_heads=windowed.num_kv_heads,
+                head_size=windowed.head_size,
                 ffn_size=self._ffn_size(),
                 vocab_size=embedding.shape[0],
-                windows=self._windows(),
+                windows=windows,
                 rotary=rotary.layers,
-                rotary_size=2 * rotary.frequencies[0].shape[0] if rotary.frequencies else 0,
+                rotary_size=windowed.rotary_size,
                 rotary_scales=rotary.scales,
                 norm=architecture.norm,
                 norm_epsilon=getattr(config, architecture.norm_epsilon),
@@ -203,6 +216,16 @@ class _Reader:
                 mixers=tuple(modules.mixer for modules in self.layers),
                 attention_gate=architecture.attention_gate,
                 experts=self.experts,
+                global_head_size=of_global.head_size,
+                global_num_kv_heads=of_global.num_kv_heads,
+                global_rotary_size=of_global.rotary_size,
+                ffn_sizes=self._ffn_sizes(),
+                shared_keys=tuple(modules.shared_keys for modules in self.layers),
+                keys_are_values=tuple(modules.keys_are_values for modules in self.layers),
+                value_norm=architecture.value_norm,
+                **per_layer_numbers(
+                    trunk, len(self.layers), getattr(config, architecture.norm_epsilon)
+                ),
             ),
             weights,
         )
@@ -302,11 +325,28 @@ class _Reader:
 
     def _ffn_size(self) -> int:
         """Return the inner size of layers without experts; of a shared or an expert's without."""
-        dense = [layer for layer in self.layers if layer.experts is None]
+        dense = [inner_size(layer) for layer in self.layers if layer.experts is None]
         if dense:
-            return inner_size(dense[0])
+            return max(dense)
         assert self.experts is not None
         return self.experts.shared_size or self.experts.size
+
+    def _ffn_sizes(self) -> tuple[int, ...]:
+        """Return the inner sizes of layers; of those with experts, which are told there, all."""
+        most = self._ffn_size()
+        return tuple(most if m.experts is not None else inner_size(m) for m in self.layers)
+
+    def _per_layer_weights(self) -> dict[str, Any]:
+        per_layer = self.trunk.per_layer
+        if per_layer is None:
+            return {}
+        gamma, _ = self._norm(per_layer.norm)
+        assert gamma is not None
+        return {
+            "per_layer_embedding": self._weight(per_layer.embedding),
+            "per_layer_projection": self._weight(per_layer.projection),
+            "per_layer_norm_gamma": wide(gamma) * per_layer.scale,
+        }
 
     def _is_gated(self) -> bool:
         return any(layer.experts is not None or layer.ffn_gate is not None for layer in self.layers)
@@ -370,7 +410,17 @@ class _Reader:
             **({} if modules.experts is None else self._experts(modules.experts, factor)),
             **norms,
             **self._state_weights(modules),
+            **self._input_weights(modules),
         )
+
+    def _input_weights(self, modules: LayerModules) -> dict[str, Any]:
+        """Return the weights of a layer's inputs beside embeddings, and its scale."""
+        scale = None if modules.scale is None else self._parameter(*modules.scale)
+        weights: dict[str, Any] = {"layer_scale": scale}
+        if modules.per_layer is not None:
+            weights["per_layer_gate"] = self._weight(modules.per_layer.gate)
+            weights["per_layer_out"] = self._weight(modules.per_layer.out)
+        return weights
 
     def _state_weights(self, modules: LayerModules) -> dict[str, Tensor | None]:
         """Return the weights that only a layer with a mixer has."""
@@ -394,6 +444,9 @@ class _Reader:
         trunk = self.trunk
         modules = [trunk.embedding, trunk.final_norm, trunk.positions]
         linears, read = [self.head], set[int]()
+        if trunk.per_layer is not None:
+            modules += [trunk.per_layer.embedding, trunk.per_layer.norm]
+            linears.append(trunk.per_layer.projection)
         for layer in self.layers:
             linears += [part.module if isinstance(part, Rows) else part for part in layer.qkv]
             linears.append(layer.attention_out)
@@ -406,6 +459,9 @@ class _Reader:
                 read |= {id(parameter) for parameter in layer.experts.experts.parameters()}
                 if layer.experts.choice_bias is not None:
                     read.add(id(getattr(*layer.experts.choice_bias)))
+                for around in (layer.experts.router_norm, layer.experts.scales):
+                    read |= set() if around is None else {id(getattr(*around))}
+            linears += [] if layer.per_layer is None else list(layer.per_layer)
             if layer.sinks:
                 read.add(id(layer.attention.sinks))
             if layer.delta_rule is not None:
