@@ -18,8 +18,9 @@ __all__ = [
 
 #: llama.cpp's name of each type of model.
 ARCHITECTURES = {
-    "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2", "granite": "granite",
-    "gpt_oss": "gpt-oss", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
+    "gemma2": "gemma2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "gpt2": "gpt2",
+    "granite": "granite", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
     "olmoe": "olmoe", "qwen3_moe": "qwen3moe",
     "llama": "llama", "mistral": "llama", "olmo2": "olmo2", "phi3": "phi3", "qwen2": "qwen2",
     "qwen3": "qwen3", "smollm3": "smollm3", "lfm2": "lfm2", "qwen3_5_text": "qwen35",
@@ -66,21 +67,24 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
     architecture = ARCHITECTURES[kind]
     of_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(of_name[architecture], config.num_hidden_layers)
-    heads = {
-        "q_proj": config.num_attention_heads,
-        "k_proj": getattr(config, "num_key_value_heads", None),
-    }
+    heads = {}
+    if architecture in _PAIRS:
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     tensors = {}
     for parameter, value in model.named_parameters():
         tensor, module = value.detach().float(), parameter.split(".")[-2]
-        if architecture in _PAIRS and module in heads:
+        if module in heads:
             tensor = _neighbours(tensor, heads[module])
         if architecture == "gpt2" and ".c_" in parameter and tensor.dim() == 2:
             tensor = tensor.T
-        if architecture.startswith("gemma") and parameter.endswith("norm.weight"):
+        if architecture in ("gemma2", "gemma3") and parameter.endswith("norm.weight"):
             tensor = tensor + 1
         if architecture == "qwen35":
             parameter, tensor = _qwen35(parameter, tensor, config)
+        if parameter.endswith(("router.scale", "router.per_expert_scale")):
+            of_layer = "ffn_gate_inp" if parameter.endswith("router.scale") else "ffn_down_exps"
+            tensors[f"blk.{parameter.split('.')[2]}.{of_layer}.scale"] = tensor
+            continue
         if ".experts." in parameter or "shared_mlp.input_linear" in parameter:
             tensors |= _experts_of(parameter, tensor, architecture)
             continue
@@ -89,7 +93,55 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
         name = _name_of(names, parameter)
         assert name is not None, parameter
         tensors[name] = tensor.contiguous()
+    for buffer, value in model.named_buffers():
+        if buffer.endswith("layer_scalar"):
+            tensors[_name_of(names, f"{buffer}.weight")] = value.clone()
+    if architecture == "gemma4":
+        tensors["rope_freqs.weight"] = _gemma4_factors(config)
     return tensors
+
+
+def _gemma4_factors(config: Any) -> Tensor:
+    """Factors of frequencies of layers without a window: pairs that are not turned have 1e30."""
+    pairs = _of_full(config, "head_dim") // 2
+    share = config.rope_parameters["full_attention"]["partial_rotary_factor"]
+    return torch.where(torch.arange(pairs) < int(share * pairs), 1.0, 1e30)
+
+
+def _of_full(config: Any, name: str) -> Any:
+    """Return an entry of Gemma 4's layers without a window."""
+    full = config.layer_types.index("full_attention")
+    return getattr(config.per_layer_config[full], name)
+
+
+def _write_gemma4(writer: Any, config: Any) -> None:
+    size, layers = config.intermediate_size, config.num_hidden_layers
+    shared = config.num_kv_shared_layers
+    if config.use_double_wide_mlp:
+        writer.add_feed_forward_length([size] * (layers - shared) + [2 * size] * shared)
+    else:
+        writer.add_feed_forward_length(size)
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    of_layers = [config.per_layer_config[i] for i in range(layers)]
+    writer.add_head_count_kv([of_layer.num_key_value_heads for of_layer in of_layers])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_sliding_window(config.sliding_window)
+    window = of_layers[slides.index(True)].head_dim
+    for size, suffix in ((_of_full(config, "head_dim"), ""), (window, "_swa")):
+        for add in ("add_key_length", "add_value_length", "add_rope_dimension_count"):
+            getattr(writer, f"{add}{suffix}")(size)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
 def _experts_of(parameter: str, tensor: Tensor, architecture: str) -> dict[str, Tensor]:
@@ -104,6 +156,8 @@ def _experts_of(parameter: str, tensor: Tensor, architecture: str) -> dict[str, 
         tensor = tensor.swapaxes(1, 2)
     if ".down_proj" in parameter:
         return {f"blk.{layer}.ffn_down_exps.{field}": tensor.contiguous()}
+    if architecture == "gemma4":
+        return {f"blk.{layer}.ffn_gate_up_exps.{field}": tensor.contiguous()}
     gate, up = (tensor[:, ::2], tensor[:, 1::2]) if is_oss else tensor.chunk(2, dim=1)
     return {f"blk.{layer}.ffn_gate_exps.{field}": gate.contiguous(),
             f"blk.{layer}.ffn_up_exps.{field}": up.contiguous()}  # fmt: skip
@@ -168,6 +222,8 @@ def _write_config(writer: Any, config: Any) -> None:
         writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
+    if kind == "gemma4_text":
+        return _write_gemma4(writer, config)
     size = config.intermediate_size
     if kind == "lfm2" and config.block_auto_adjust_ff_dim:
         size = -(-int(2 * size / 3) // config.block_multiple_of) * config.block_multiple_of

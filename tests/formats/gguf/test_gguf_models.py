@@ -20,6 +20,18 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma2", "plain", {}),
     ("gemma3_text", "plain", {"num_hidden_layers": 7, "layer_types": None}),
     ("gemma3_text", "capped", {"layer_types": ["sliding_attention"] * 3, "attention_bias": False}),
+    ("gemma4_text", "shared keys, inputs of layers", {}),
+    (
+        "gemma4_text",
+        "values are keys, biases, untied",
+        {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    ("gemma4_text", "all experts", {}),
+    (
+        "gemma4_text",
+        "experts, shared keys, inputs of layers",
+        {"use_bidirectional_attention": None},
+    ),
     ("gpt2", "plain", {}),
     ("granite", "plain", {}),
     ("granite", "multipliers, biases", {}),
@@ -234,5 +246,5 @@ def test_the_files_names_are_those_of_the_package() -> None:
     """Every tensor of every architecture was written by its name in the package gguf."""
     for case in CASES:
         # The decays of a state are the one tensor without a suffix.
-        known = (".weight", ".bias", ".ssm_a")
+        known = (".weight", ".bias", ".ssm_a", "_inp.scale", "_exps.scale")
         assert all(name.endswith(known) for name in tensors_of(_model(*case)))

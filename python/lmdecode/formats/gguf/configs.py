@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lmdecode.formats.gguf.facts import Facts, refused
+from lmdecode.formats.gguf.gemma4_config import gemma4
 from lmdecode.formats.gguf.state_configs import lfm2, qwen35
 
 __all__ = ["CONFIGS", "config_entries"]
@@ -329,6 +330,7 @@ def _gpt_oss(facts: Facts) -> dict[str, Any]:
 CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": lambda facts: {**gemma4(facts), **_special_tokens(facts, _vocab_size(facts))},
     "gpt2": _gpt2,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
@@ -346,7 +348,7 @@ CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
 }
 
 
-_OF_EXPERTS = ("gpt-oss", "granitemoe", "olmoe", "qwen3moe")
+_OF_EXPERTS = ("gemma4", "gpt-oss", "granitemoe", "olmoe", "qwen3moe")
 
 
 def config_entries(facts: Facts) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from lmdecode.linear.quantized_weight import QuantizedWeight, join_rows
 __all__ = ["expert_tensors", "read_parts"]
 
 _PARAMETER = re.compile(
-    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(_bias)?"
+    r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe)\.)?experts\.(gate_up_proj|down_proj)(_bias)?"
 )
+_BOTH = "ffn_gate_up_exps.weight"  # gates, then the others
 _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.input_linear\.weight")
 
 
 def expert_tensors(
-    parameter: str, shape: tuple[int, ...], architecture: str
+    parameter: str, shape: tuple[int, ...], architecture: str, tensors: Container[str]
 ) -> dict[str, tuple[int, ...]] | None:
     """Return the names and shapes of the tensors of a parameter that has several, else None.
 
@@ -31,6 +32,8 @@ def expert_tensors(
         Of the model.
     architecture
         That of the file. Matrices of gpt-oss are [E, in, out] in the model.
+    tensors
+        Names of the file's: gates and others may be in one.
     """
     if found := _SHARED.fullmatch(parameter):
         names = [f"blk.{found[1]}.ffn_{name}_shexp.weight" for name in ("gate", "up")]
@@ -40,6 +43,9 @@ def expert_tensors(
         return None
     layer, kind, bias = found.groups()
     field = "bias" if bias else "weight"
+    both = f"blk.{layer}.{_BOTH}"
+    if kind == "gate_up_proj" and both in tensors:
+        return {both: shape}
     parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
     whole = list(shape)
     if architecture == "gpt-oss" and not bias:
@@ -61,9 +67,18 @@ def read_parts(file: GgufFile, names: list[str], keeps_blocks: bool) -> Any:
     return joined if isinstance(joined, Tensor) or is_kept else joined.dequantize()
 
 
+def _halves(matrix: Any) -> Any:
+    rows = matrix.shape[0]
+    if isinstance(matrix, Tensor):
+        return matrix.chunk(2)
+    return matrix.rows(0, rows // 2), matrix.rows(rows // 2, rows)
+
+
 def _matrices(file: GgufFile, names: list[str], keeps_blocks: bool) -> Callable[[int], Any]:
     def read(expert: int) -> Any:
         parts = [file.matrix(name, expert) for name in names]
+        if names[0].endswith(_BOTH):
+            parts = list(_halves(parts[0]))
         if not keeps_blocks:
             parts = [p.dequantize() if isinstance(p, QuantizedWeight) else p for p in parts]
         return tuple(parts) if len(parts) > 1 else parts[0]

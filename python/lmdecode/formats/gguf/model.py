@@ -20,6 +20,9 @@ from lmdecode.linear.quantized_weight import QuantizedWeight
 __all__ = ["load_parts"]
 
 
+_SCALE = ".layer_scalar"  # a buffer that files need not have
+
+
 class _Weights:
     """A file's tensors by the names and in the shapes of a model's parameters.
 
@@ -36,10 +39,12 @@ class _Weights:
     def __init__(self, file: GgufFile, facts: Facts, model: Any, keeps_blocks: bool) -> None:
         self._file, self._architecture, self._keeps_blocks = file, facts.architecture, keeps_blocks
         config = model.config
-        self._heads = {
-            "q_proj": config.num_attention_heads,
-            "k_proj": getattr(config, "num_key_value_heads", config.num_attention_heads),
-        }
+        self._heads = dict[str, int]()
+        if self._architecture in PERMUTED:  # whose layers are alike
+            self._heads = {
+                "q_proj": config.num_attention_heads,
+                "k_proj": getattr(config, "num_key_value_heads", config.num_attention_heads),
+            }
         self._parts = dict[str, list[str]]()
         self._value_heads = None
         if self._architecture == "qwen35":
@@ -55,9 +60,12 @@ class _Weights:
 
     def _expected(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the tensors that a model's parameters are in."""
-        for parameter, value in model.named_parameters():
+        buffers = [
+            (name, buffer) for name, buffer in model.named_buffers() if name.endswith(_SCALE)
+        ]
+        for parameter, value in (*model.named_parameters(), *self._there(buffers)):
             shape = tuple(value.shape)
-            parts = expert_tensors(parameter, shape, self._architecture)
+            parts = expert_tensors(parameter, shape, self._architecture, self._file.tensors)
             if parts is not None:
                 self._parts[parameter] = list(parts)
                 yield from parts.items()
@@ -65,6 +73,10 @@ class _Weights:
                 if len(shape) == 3 and shape[1] == 1:  # a convolution of each feature
                     shape = (shape[0], shape[2])
                 yield self._name(parameter), shape[:: -1 if self._is_transposed(parameter) else 1]
+
+    def _there(self, buffers: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return the buffers that the file has a tensor for."""
+        return [pair for pair in buffers if self._name(pair[0]) in self._file.tensors]
 
     def _check(self, model: Any) -> None:
         """Raise for what is missing, is left over, or has another shape."""
@@ -95,9 +107,11 @@ class _Weights:
         """Return a parameter's values: floats, or a ``QuantizedWeight``, which is [out, in]."""
         if parameter in self._parts:
             return read_parts(self._file, self._parts[parameter], self._keeps_blocks)
+        if parameter.endswith(_SCALE) and self._name(parameter) not in self._file.tensors:
+            return torch.ones(1)
         tensor = self._file.tensor(self._name(parameter))
         module = parameter.split(".")[-2]
-        if self._architecture in PERMUTED and module in self._heads:
+        if module in self._heads:
             tensor = _in_halves(tensor, self._heads[module])
         if self._value_heads is not None:
             tensor = self._value_heads.in_groups(parameter, tensor)
@@ -109,7 +123,7 @@ class _Weights:
             tensor = tensor.float()
         if parameter.endswith("A_log"):
             tensor = (-tensor.float()).log()  # the file has -exp of it
-        is_plain = not self._architecture.startswith(("gemma", "qwen35"))
+        is_plain = not self._architecture.startswith(("gemma2", "gemma3", "qwen35"))
         if not is_plain and module.endswith("norm") and ".linear_attn." not in parameter:
             tensor = tensor.float() - 1.0  # the file has 1 + weight
         return tensor.T if self._is_transposed(parameter) else tensor
@@ -164,8 +178,8 @@ def _in_halves(tensor: Tensor | QuantizedWeight, heads: int) -> Tensor | Quantiz
 
 def _divide_frequencies(facts: Facts, model: Any) -> None:
     """Take the factors of Llama 3's frequencies, which the file has as a tensor."""
-    if "rope_freqs.weight" not in facts.file.tensors:
-        return
+    if "rope_freqs.weight" not in facts.file.tensors or facts.architecture == "gemma4":
+        return  # of Gemma 4 they are in the config
     factors = facts.file.tensor("rope_freqs.weight")
     frequencies = getattr(
         getattr(getattr(model, "model", None), "rotary_emb", None), "inv_freq", None

@@ -11,6 +11,9 @@ _WHOLE = {
     "model.norm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
     "transformer.ln_f": "output_norm",
@@ -27,6 +30,13 @@ _OF_LAYER = {
     "post_attention_layernorm": "ffn_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "router.proj": "ffn_gate_inp",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
@@ -62,14 +72,17 @@ _OF_LAYER = {
 }
 # Architectures with a name of its own for the norm behind the attention, or for that before the
 # feed-forward layer.
-_NORM_BEHIND = ("gemma2", "gemma3", "gpt-oss", "olmo2", "qwen35")
+_NORM_BEHIND = ("gemma2", "gemma3", "gemma4", "gpt-oss", "olmo2", "qwen35")
 # Parameters of a layer that are no weight or bias of a module.
 _OWN = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "self_attn.sinks": "attn_sinks.weight",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
 }
-_OF_OWN = re.compile(r"model\.layers\.(\d+)\.(linear_attn\.(?:A_log|dt_bias)|self_attn\.sinks)")
+_OF_OWN = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, _OWN))})")
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
 
 #: Architectures whose rows of queries and keys llama.cpp has in pairs, rather than in halves.

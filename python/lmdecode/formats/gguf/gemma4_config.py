@@ -1,0 +1,131 @@
+"""The config of transformers of a GGUF file of Gemma 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lmdecode.formats.gguf.facts import Facts, refused
+
+__all__ = ["gemma4"]
+
+_UNTURNED = 1e29  # factors above it stand for pairs that are not turned
+
+
+def _turned_share(facts: Facts, head_size: int) -> float:
+    """Return the share of a head that layers without a window turn: a tensor tells."""
+    if "rope_freqs.weight" not in facts.file.tensors:
+        return 1.0
+    factors = facts.file.tensor("rope_freqs.weight")
+    assert isinstance(factors, Tensor)
+    turned = int((factors == 1).sum())
+    is_cut = bool((factors[turned:] > _UNTURNED).all())
+    if factors.shape != (head_size // 2,) or not is_cut or not bool((factors[:turned] == 1).all()):
+        raise refused(
+            facts.file,
+            f"has a rope_freqs.weight of shape {list(factors.shape)} with {turned} factors of 1; "
+            f"expected [{head_size // 2}], first those of 1, then those of 1e30",
+        )
+    return 2 * turned / head_size
+
+
+def _of_kind(facts: Facts, key: str, slides: list[bool], is_sliding: bool, default: int) -> int:
+    """Return what layers of a kind have in common."""
+    numbers = facts.counts(key, len(slides))
+    found = {n for n, s in zip(numbers, slides, strict=True) if s == is_sliding} or {default}
+    if len(found) > 1:
+        raise refused(
+            facts.file, f"has {sorted(found)} for {key} of layers of a kind; expected one number"
+        )
+    return found.pop()
+
+
+def _ffn(facts: Facts, layers: int, shared: int) -> dict[str, Any]:
+    sizes = facts.counts("feed_forward_length", layers)
+    size = sizes[0]
+    for factor in (1, 2):
+        if sizes == [size] * (layers - shared) + [factor * size] * shared:
+            return {"intermediate_size": size, "use_double_wide_mlp": factor == 2}
+    raise refused(
+        facts.file,
+        f"has {sizes} inner features; expected the same in all layers, or twice of these in those "
+        "without keys of their own",
+    )
+
+
+def _experts(facts: Facts) -> dict[str, Any]:
+    if not facts.count("expert_count", 0, least=0):
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": facts.count("expert_count"),
+        "top_k_experts": facts.count("expert_used_count"),
+        "moe_intermediate_size": facts.count("expert_feed_forward_length"),
+    }
+
+
+def _head_size(facts: Facts, suffix: str) -> int:
+    size = facts.count(f"attention.key_length{suffix}")
+    if (values := facts.count(f"attention.value_length{suffix}", size)) != size:
+        raise refused(facts.file, f"has values of {values} features; expected keys', {size}")
+    return size
+
+
+def gemma4(facts: Facts) -> dict[str, Any]:
+    """Return the config entries of Gemma 4's text."""
+    vocab_size, size = facts.shape("token_embd.weight")
+    tensors, layers = facts.file.tensors, facts.count("block_count")
+    shared = facts.count("attention.shared_kv_layers", 0, least=0)
+    slides = [bool(s) for s in facts.counts("attention.sliding_window_pattern", layers)]
+    head_size, global_size = _head_size(facts, "_swa"), _head_size(facts, "")
+    if (kind := facts.text("rope.scaling.type", "none")) != "none":
+        raise refused(facts.file, f"has a rope.scaling.type {kind!r}; expected none")
+    turned = facts.count("rope.dimension_count_swa", head_size)
+    if turned != head_size:
+        raise refused(
+            facts.file, f"turns {turned} of {head_size} features of a head; expected all of them"
+        )
+    first_full = slides.index(False) if False in slides else 0
+    heads = facts.count("attention.head_count")
+    kv_heads = _of_kind(facts, "attention.head_count_kv", slides, True, heads)
+    global_heads = _of_kind(facts, "attention.head_count_kv", slides, False, kv_heads)
+    keys_are_values = False in slides and f"blk.{first_full}.attn_v.weight" not in tensors
+    # A count of its own goes with these alone in transformers' config.
+    heads_of_full = {"num_key_value_heads": global_heads, "head_dim": global_size}
+    return {
+        "model_type": "gemma4_text",
+        "vocab_size": vocab_size,
+        "vocab_size_per_layer_input": vocab_size,
+        "hidden_size": size,
+        "num_hidden_layers": layers,
+        **_ffn(facts, layers, shared),
+        **_experts(facts),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_size,
+        "per_layer_config": {i: heads_of_full for i, s in enumerate(slides) if not s},
+        "max_position_embeddings": facts.count("context_length"),
+        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "hidden_size_per_layer_input": facts.count("embedding_length_per_layer_input", 0, least=0),
+        "attention_k_eq_v": keys_are_values,
+        "num_kv_shared_layers": shared,
+        "sliding_window": facts.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
+        "final_logit_softcapping": facts.number("final_logit_softcapping")
+        if facts.has("final_logit_softcapping")
+        else None,
+        "use_bidirectional_attention": None,
+        "rope_parameters": {
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": facts.number("rope.freq_base_swa", 1e4),
+            },
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": facts.number("rope.freq_base", 1e6),
+                "partial_rotary_factor": _turned_share(facts, global_size),
+            },
+        },
+    }
