@@ -141,6 +141,21 @@ def test_an_engine_with_a_beginning_in_common(case: tuple[str, str]) -> None:
     assert [first, *(request.result().tokens for request in requests)] == expected
 
 
+@CASES
+def test_drafts_from_the_prompt(case: tuple[str, str]) -> None:
+    """Rows of a draft are let go of again, in both kinds of caches."""
+    decoding = lmdecode.Decoding.from_pretrained(random_model(*case))
+    ids = random_tokens(5).repeat(6)[None]
+    options: dict[str, Any] = {
+        **NEW, "max_new_tokens": 40, "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    expected = decoding.generate(ids, **options)
+    for num_tokens in (1, 7):
+        got = decoding.generate(ids, **options, prompt_lookup_num_tokens=num_tokens)
+        assert got.sequences.equal(expected.sequences)
+        assert all(map(torch.equal, got.logits, expected.logits))
+
+
 def test_a_store_has_one_kind_of_heads() -> None:
     decoding = lmdecode.Decoding.from_pretrained(random_model(*SHARED))
     with pytest.raises(ValueError, match=r"layers of the model have 2 heads of 12 and 2 heads of"):
