@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lmdecode._memory import bytes_of
-from lmdecode.decoder.causal_caches import row_format
+from lmdecode.decoder.cache_parts import CacheParts, row_format
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.system import cpu_capability
 
@@ -55,24 +55,23 @@ def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
             "decoder-only model, or generate_with_store"
         )
     config = packed.config
-    if len(kinds := {(heads.num_kv_heads, heads.head_size) for heads in packed.cache_heads}) > 1:
-        sizes = " and ".join(f"{count} heads of {size}" for count, size in sorted(kinds))
-        raise ValueError(
-            f"Decoding: layers of the model have {sizes}, and a store has a place for one kind; "
-            "expected a model whose layers have the same heads"
-        )
-    heads = packed.cache_heads[0]
-    kind, row_size = row_format(heads.head_size, decoding.cache_dtype)
+    dtype, heads = decoding.cache_dtype, packed.cache_heads[0]
+    parts = CacheParts.of(packed.cache_heads, dtype)
+    kind, _ = row_format(heads.head_size, dtype)
     kind = torch.uint8 if kind == torch.int8 else kind  # as CausalCaches.read has it
-    layers = zip(config.windows, config.mixers, config.shared_keys, strict=True)
-    windows = [window for window, mixer, shared in layers if mixer is None and shared is None]
+    windows = [
+        window
+        for layer, window in enumerate(config.windows)
+        if config.mixers[layer] is None and config.shared_keys[layer] is None
+        for _ in range(parts.number_of(config.heads(layer), dtype))
+    ]
     return Fingerprint(
         model_id=decoding.model_class or type(config).__name__,
         weights_hash=weights_hash(packed),
         dtype=str(kind),
-        num_layers=len(windows),  # of those with keys and values of their own
-        num_kv_heads=heads.num_kv_heads,
-        head_size=row_size,
+        num_layers=len(windows),  # parts of those with keys and values of their own
+        num_kv_heads=parts.kv_heads,
+        head_size=parts.row_size,
         rope={"size": heads.rotary_size, "of_layers": list(config.rotary)},
         window=tuple(windows) if any(windows) else None,
         state_size=packed.state_size,

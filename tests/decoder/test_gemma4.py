@@ -51,7 +51,7 @@ def test_layers_that_share_keys_keep_none() -> None:
     ]  # fmt: skip
     caches = new_caches(model)
     prompt_logits(caches, random_tokens(9))
-    assert len(caches.read(0)) == 3
+    assert len(caches.read(0)) == 4  # parts: two of the wide layer, see CacheParts
 
 
 def test_keys_that_are_values_are_projected_once() -> None:
@@ -156,14 +156,25 @@ def test_drafts_from_the_prompt(case: tuple[str, str]) -> None:
         assert all(map(torch.equal, got.logits, expected.logits))
 
 
-def test_a_store_has_one_kind_of_heads() -> None:
-    decoding = lmdecode.Decoding.from_pretrained(random_model(*SHARED))
-    with pytest.raises(ValueError, match=r"layers of the model have 2 heads of 12 and 2 heads of"):
-        decoding.fingerprint()
-    alike = model_of(random_config(*SHARED, global_head_dim=12))
-    fingerprint = lmdecode.Decoding.from_pretrained(alike).fingerprint()
-    assert fingerprint.num_layers == 3
-    assert fingerprint.windows == (WINDOW, None, WINDOW)
+@pytest.mark.parametrize(
+    ("case", "cache_dtype", "changes", "parts_of_layers", "shape"),
+    [
+        (SHARED, "float32", {}, (1, 2, 1), (2, 12)),  # a wide row is cut in two
+        (SHARED, "int8", {}, (1, 2, 1), (2, 16)),  # scales are in the first part alone
+        (SHARED, "float32", {"global_head_dim": 12}, (1, 1, 1), (2, 12)),
+        (DENSE, "bfloat16", {}, (4, 2, 4, 4, 2), (1, 12)),  # 4 heads, and one
+    ],
+)
+def test_layers_are_stored_in_parts_of_one_shape(
+    case: tuple[str, str], cache_dtype: str, changes: dict[str, int],
+    parts_of_layers: tuple[int, ...], shape: tuple[int, int],
+) -> None:  # fmt: skip
+    model = model_of(random_config(*case, **changes))
+    decoding = lmdecode.Decoding.from_pretrained(model, cache_dtype=cache_dtype)
+    fingerprint = decoding.fingerprint()
+    assert (fingerprint.num_kv_heads, fingerprint.head_size) == shape
+    windows = zip(decoding.decoder.config.windows, parts_of_layers, strict=False)
+    assert fingerprint.windows == tuple(w for w, count in windows for _ in range(count))
 
 
 def test_images_are_refused() -> None:

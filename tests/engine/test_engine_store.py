@@ -18,6 +18,7 @@ from tests.support.causal_models import random_model, random_tokens
 MODELS = {
     "llama": ("llama", "plain"),
     "windows": ("gemma2", "plain"),
+    "two sizes of heads": ("gemma4_text", "shared keys, inputs of layers"),
     "convolutions": ("lfm2", "convolutions at the ends"),
     "delta rule": ("qwen3_5_text", "delta rule last, biases"),
 }

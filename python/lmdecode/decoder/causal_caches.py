@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmdecode._checks import check_int
 from lmdecode._ops import ops
+from lmdecode.decoder.cache_parts import CACHE_DTYPES, CacheParts, row_format
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.huge_memory import new_memory
 
@@ -18,18 +19,8 @@ __all__ = [
 ]  # fmt: skip
 
 BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
-CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-_SCALE_BYTES = 4  # before each key and value of int8
 # Of a sequence that may go back, where layers keep states: tokens between those that are kept.
 CHECKPOINT_INTERVAL = 256
-
-
-def row_format(head_size: int, dtype: str) -> tuple[torch.dtype, int]:
-    """Return the dtype and number of elements that hold a key or value of one head."""
-    kind = CACHE_DTYPES[dtype]
-    return kind, head_size + (_SCALE_BYTES if kind == torch.int8 else 0)
-
-
 MOST_REQUESTS = 1 << 16  # of a batch
 
 
@@ -106,6 +97,7 @@ class CausalCaches:
         self.sequences, self.max_length = sequences, max_length
         max_blocks = -(-max_length // BLOCK_SIZE)
         self._tensors: list[Tensor] = []
+        self._parts = CacheParts.of(model.cache_heads, dtype)
         of_caches = zip(self._windows, model.cache_layers, model.cache_heads, strict=True)
         for window, layers, heads in of_caches:
             kind, row_size = row_format(heads.head_size, dtype)
@@ -250,17 +242,19 @@ class CausalCaches:
             that there are from ``begin`` on; of a layer with a window the last window - 1 of these
             at most, which is what tokens to come see. Of int8 caches bytes, uint8, as they lie.
             Layers with a state, or with the keys of another layer, have none; behind all others
-            follows (state,), [state_size] float32.
+            follows (state,), [state_size] float32. Where layers have heads of two sizes, each pair
+            is one of a layer's ``CacheParts``.
         """
         length = int(self.lengths[sequence])
         read = list[tuple[Tensor, ...]]()
         for parts, blocks, window in self._layers(sequence, length):
             first = begin if window is None else max(begin, length - window + 1)
             heads, _, _, size = parts[0].shape
-            keys, values = (part.new_empty(heads, length - first, size) for part in parts)
+            shape = (heads, length - first, self._parts.row_size)
+            keys, values = (part.new_zeros(shape) for part in parts)
             for block, within, whole in _spans(first, length):
                 for part, states in zip(parts, (keys, values), strict=True):
-                    states[:, whole] = part[:, blocks[block], within]
+                    states[:, whole, :size] = part[:, blocks[block], within]
             read.append((keys, values))
         return read + self._read_state(sequence, length)
 
@@ -320,11 +314,11 @@ class CausalCaches:
                 if (pair := next(states, None)) is None:
                     raise ValueError(
                         f"CausalCaches.write: states have {layer} pairs, which is shorter than "
-                        "expected: one of each layer with attention"
+                        "expected: one of each part of a layer with attention"
                     )
                 held = length if window is None else min(length, window - 1)
                 for name, part, given in zip(("keys", "values"), parts, pair, strict=True):
-                    shape = (part.shape[0], held, part.shape[3])
+                    shape = (part.shape[0], held, self._parts.row_size)
                     if given.shape != shape or given.dtype != part.dtype:
                         raise ValueError(
                             f"CausalCaches.write: {name} of layer {layer} have shape "
@@ -332,7 +326,7 @@ class CausalCaches:
                             f"and {part.dtype}"
                         )
                     for block, within, whole in _spans(length - held, length):
-                        part[:, blocks[block], within] = given[:, whole]
+                        part[:, blocks[block], within] = given[:, whole, : part.shape[3]]
             self._write_state(sequence, length, states)
         except BaseException:
             self.truncate([sequence], [0])
@@ -341,7 +335,7 @@ class CausalCaches:
     def _layers(
         self, sequence: int, length: int
     ) -> Iterator[tuple[tuple[Tensor, Tensor], list[int], int | None]]:
-        """Yield of each layer (keys, values), [H, num_blocks, block, D], blocks and window."""
+        """Yield of each part (keys, values), [H, num_blocks, block, D], blocks and window."""
         used = -(-length // BLOCK_SIZE)
         tables = self._tensors[1 : 6 * len(self._windows) : 6]
         of_caches = [blocks[sequence, :used].tolist() for blocks in tables]
@@ -352,4 +346,6 @@ class CausalCaches:
             pool = self._tensors[6 * cache]
             if pool.dtype == torch.int8:
                 pool = pool.view(torch.uint8)
-            yield (pool[layer, 0], pool[layer, 1]), of_caches[cache], window
+            keys, values = map(self._parts.cut, pool[layer])
+            for pair in zip(keys, values, strict=True):
+                yield pair, of_caches[cache], window

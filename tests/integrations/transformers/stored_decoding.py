@@ -18,7 +18,10 @@ LLAMA, MISTRAL, GEMMA = ("llama", "plain"), ("mistral", "window"), ("gemma3_text
 # Layers with a state: short convolutions, and the gated delta rule with them.
 LFM, QWEN = ("lfm2", "convolutions at the ends"), ("qwen3_5_text", "delta rule last, biases")
 WITH_STATES = (LFM, QWEN)
-MODELS = (LLAMA, MISTRAL, GEMMA, ("gemma2", "plain"), ("gpt2", "plain"), *WITH_STATES)
+# Heads of two sizes; keys that layers share, and keys that are values.
+SHARED = ("gemma4_text", "shared keys, inputs of layers")
+TWO_SIZES = (SHARED, ("gemma4_text", "values are keys, biases, untied"))
+MODELS = (LLAMA, MISTRAL, GEMMA, ("gemma2", "plain"), ("gpt2", "plain"), *TWO_SIZES, *WITH_STATES)
 PROMPT = random_tokens(37)[None]
 TURNS = [random_tokens(5, 1)[None], random_tokens(1, 2)[None], random_tokens(40, 3)[None]]
 
