@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lmdecode.formats.gguf.expert_config import (
+    expert_counts,
+    expert_size,
+    layers_without_experts,
+)
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.gemma4_config import gemma4
 from lmdecode.formats.gguf.state_configs import lfm2, qwen35
@@ -255,31 +260,15 @@ def _gpt2(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _experts(facts: Facts, name: str = "num_experts") -> dict[str, int]:
-    count = facts.count("expert_count")
-    chosen = facts.count("expert_used_count")
-    if chosen > count:
-        raise refused(facts.file, f"has {chosen} experts of a token; expected at most {count}")
-    return {name: count, "num_experts_per_tok": chosen}
-
-
-def _expert_size(facts: Facts) -> int:
-    """Features of an expert; files need not tell, their tensors do."""
-    return facts.shape("blk.0.ffn_up_exps.weight")[1]
-
-
 def _qwen3_moe(facts: Facts) -> dict[str, Any]:
-    layers = facts.count("block_count")
     return {
         **_qwen3(facts),
-        **_experts(facts),
+        **expert_counts(facts),
         "model_type": "qwen3_moe",
-        "moe_intermediate_size": _expert_size(facts),
+        "moe_intermediate_size": expert_size(facts),
         "norm_topk_prob": True,  # in llama.cpp, too, whatever the file
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [
-            i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in facts.file.tensors
-        ],
+        "mlp_only_layers": layers_without_experts(facts, facts.count("block_count")),
     }
 
 
@@ -288,9 +277,9 @@ def _olmoe(facts: Facts) -> dict[str, Any]:
     entries.pop("head_dim")
     return {
         **entries,
-        **_experts(facts),
+        **expert_counts(facts),
         "model_type": "olmoe",
-        "intermediate_size": _expert_size(facts),
+        "intermediate_size": expert_size(facts),
         "norm_topk_prob": False,  # in llama.cpp, too
         "clip_qkv": None,
         "attention_bias": "blk.0.attn_q.bias" in facts.file.tensors,
@@ -302,10 +291,10 @@ def _granitemoe(facts: Facts) -> dict[str, Any]:
     more = {"shared_intermediate_size": shared} if shared else {}
     return {
         **_granite(facts),
-        **_experts(facts, "num_local_experts"),
+        **expert_counts(facts, "num_local_experts"),
         **more,
         "model_type": "granitemoeshared" if shared else "granitemoe",
-        "intermediate_size": _expert_size(facts),
+        "intermediate_size": expert_size(facts),
     }
 
 
@@ -317,9 +306,9 @@ def _gpt_oss(facts: Facts) -> dict[str, Any]:
     kinds = ("sliding_attention", "full_attention")
     return {
         **entries,
-        **_experts(facts, "num_local_experts"),
+        **expert_counts(facts, "num_local_experts"),
         "model_type": "gpt_oss",
-        "intermediate_size": _expert_size(facts),
+        "intermediate_size": expert_size(facts),
         "attention_bias": "blk.0.attn_q.bias" in facts.file.tensors,
         "sliding_window": facts.count("attention.sliding_window"),
         "layer_types": [kinds[i % 2] for i in range(layers)],
@@ -327,22 +316,28 @@ def _gpt_oss(facts: Facts) -> dict[str, Any]:
     }
 
 
+def _with_special_tokens(
+    entries_of: Callable[[Facts], dict[str, Any]],
+) -> Callable[[Facts], dict[str, Any]]:
+    return lambda facts: {**entries_of(facts), **_special_tokens(facts, _vocab_size(facts))}
+
+
 CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "gemma4": lambda facts: {**gemma4(facts), **_special_tokens(facts, _vocab_size(facts))},
+    "gemma4": _with_special_tokens(gemma4),
     "gpt2": _gpt2,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "granitemoe": _granitemoe,
-    "lfm2": lambda facts: {**lfm2(facts), **_special_tokens(facts, _vocab_size(facts))},
+    "lfm2": _with_special_tokens(lfm2),
     "llama": _llama,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
-    "qwen35": lambda facts: {**qwen35(facts), **_special_tokens(facts, _vocab_size(facts))},
+    "qwen35": _with_special_tokens(qwen35),
     "qwen3moe": _qwen3_moe,
     "smollm3": _smollm3,
 }
