@@ -75,6 +75,22 @@ def test_joined_rows() -> None:
     assert torch.equal(mixed.dequantize().nan_to_num(), expected)
 
 
+def test_rows_of_joined_weights() -> None:
+    """Neighbours of one kind become one part, in the order of the rows."""
+    q4, q5, floats = _random("Q4_0", 6), _random("Q5_0", 4), torch.randn(3, 64)
+    joined = join_rows([q4, q5, q4, floats])
+    assert isinstance(joined, JoinedWeight)
+    index = torch.tensor([11, 2, 0, 9, 6, 7, 18, 16, 1, 5])
+    rows = joined.index_rows(index)
+    assert isinstance(rows, JoinedWeight)
+    assert [part.shape[0] for part in rows.parts] == [3, 3, 2, 2]
+    expected = joined.dequantize()[index].nan_to_num()
+    assert torch.equal(rows.dequantize().nan_to_num(), expected)
+    alike = joined.index_rows(torch.tensor([15, 3, 10]))
+    assert isinstance(alike, QuantizedWeight) and alike.kind == "Q4_0"
+    assert torch.equal(joined.index_rows(torch.tensor([17])), floats[1:2])
+
+
 @wrong_calls(
     [
         ("data is torch.float32", lambda: QuantizedWeight(torch.zeros(2, 18), "Q4_0")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ ARCHITECTURES = {
     "olmoe": "olmoe", "qwen3_moe": "qwen3moe",
     "llama": "llama", "mistral": "llama", "olmo2": "olmo2", "phi3": "phi3", "qwen2": "qwen2",
     "qwen3": "qwen3", "smollm3": "smollm3", "lfm2": "lfm2", "qwen3_5_text": "qwen35",
+    "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
 }  # fmt: skip
 _PAIRS = ("llama", "granite", "granitemoe", "smollm3")
 
@@ -34,8 +36,8 @@ def _neighbours(weight: Tensor, heads: int) -> Tensor:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def _qwen35(parameter: str, tensor: Tensor, config: Any) -> tuple[str, Tensor]:
-    """Name and values as convert_hf_to_gguf has them: value heads of a key head lie apart."""
+def _value_heads_apart(parameter: str, tensor: Tensor, config: Any) -> Tensor:
+    """Return values as convert_hf_to_gguf has them: value heads of a key head lie apart."""
     keys, size = config.linear_num_key_heads, config.linear_value_head_dim
     before = 2 * keys * config.linear_key_head_dim
 
@@ -52,13 +54,29 @@ def _qwen35(parameter: str, tensor: Tensor, config: Any) -> tuple[str, Tensor]:
         tensor = apart(tensor.T, size).T
     elif name in ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias"):
         tensor = apart(tensor, 1)
-    if name == "A_log":
+    return tensor
+
+
+def _delta_rule(parameter: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """Name and values of what all models with a delta rule have, as convert_hf_to_gguf has them."""
+    if parameter.endswith("A_log"):
         tensor = -tensor.exp()
-    elif name == "dt_bias":
+    elif parameter.endswith("dt_bias"):
         parameter = parameter.replace("dt_bias", "dt_proj.bias")
     elif parameter.endswith("norm.weight") and ".linear_attn." not in parameter:
         tensor = tensor + 1
     return parameter, tensor
+
+
+def _qwen3next(parameter: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    """Return a projection of queries to gates of each key head in turn: gates lie apart."""
+    keys, size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    of_head = tensor.unflatten(0, (keys, -1)).split([size, size, values, values], dim=1)
+    *qkv, gates = [part.flatten(0, 1) for part in of_head]
+    layer = parameter.split(".")[2]
+    return {f"blk.{layer}.attn_qkv.weight": torch.cat(qkv),
+            f"blk.{layer}.attn_gate.weight": gates.contiguous()}  # fmt: skip
 
 
 def tensors_of(model: Any) -> dict[str, Tensor]:
@@ -79,8 +97,13 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
             tensor = tensor.T
         if architecture in ("gemma2", "gemma3") and parameter.endswith("norm.weight"):
             tensor = tensor + 1
-        if architecture == "qwen35":
-            parameter, tensor = _qwen35(parameter, tensor, config)
+        if architecture in ("qwen35", "qwen35moe"):
+            tensor = _value_heads_apart(parameter, tensor, config)
+        if hasattr(config, "linear_num_key_heads"):
+            parameter, tensor = _delta_rule(parameter, tensor)
+        if parameter.endswith("in_proj_qkvz.weight"):
+            tensors |= _qwen3next(parameter, tensor, config)
+            continue
         if parameter.endswith(("router.scale", "router.per_expert_scale")):
             of_layer = "ffn_gate_inp" if parameter.endswith("router.scale") else "ffn_down_exps"
             tensors[f"blk.{parameter.split('.')[2]}.{of_layer}.scale"] = tensor
@@ -96,6 +119,8 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
     for buffer, value in model.named_buffers():
         if buffer.endswith("layer_scalar"):
             tensors[_name_of(names, f"{buffer}.weight")] = value.clone()
+        if buffer.endswith("expert_bias"):
+            tensors[_name_of(names, f"{buffer}.bias")] = value.clone()
     if architecture == "gemma4":
         tensors["rope_freqs.weight"] = _gemma4_factors(config)
     return tensors
@@ -168,7 +193,7 @@ def _name_of(names: Any, parameter: str) -> str:
     layer = parameter.split(".")[2] if parameter.startswith("model.layers.") else ""
     if parameter.endswith("self_attn.sinks"):
         return f"blk.{layer}.attn_sinks.weight"
-    for module in ("mlp.gate", "mlp.router", "block_sparse_moe.router"):
+    for module in ("mlp.gate", "mlp.router", "block_sparse_moe.router", "feed_forward.gate"):
         for field in ("weight", "bias"):
             if parameter == f"model.layers.{layer}.{module}.{field}":
                 return f"blk.{layer}.ffn_gate_inp.{field}"
@@ -186,8 +211,9 @@ def _write_experts(writer: Any, config: Any) -> None:
     writer.add_expert_count(count)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(size)
-    if shared := getattr(config, "shared_intermediate_size", 0):
-        writer.add_expert_shared_feed_forward_length(shared)
+    for name in ("shared_intermediate_size", "shared_expert_intermediate_size"):
+        if shared := getattr(config, name, 0):
+            writer.add_expert_shared_feed_forward_length(shared)
 
 
 def _write_rope(writer: Any, config: Any) -> None:
@@ -224,27 +250,33 @@ def _write_config(writer: Any, config: Any) -> None:
         return
     if kind == "gemma4_text":
         return _write_gemma4(writer, config)
-    size = config.intermediate_size
+    size = getattr(config, "intermediate_size", None)
     if kind == "lfm2" and config.block_auto_adjust_ff_dim:
         size = -(-int(2 * size / 3) // config.block_multiple_of) * config.block_multiple_of
-    writer.add_feed_forward_length(size)
-    if kind == "lfm2":
+    if size is not None:
+        writer.add_feed_forward_length(size)
+    if kind.startswith("lfm2"):
         writer.add_head_count_kv(
             [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types]
         )
         writer.add_shortconv_l_cache(config.conv_L_cache)
         writer.add_layer_norm_rms_eps(config.norm_eps)
         _write_rope(writer, config)
+        if kind == "lfm2_moe":
+            _write_experts(writer, config)
+            writer.add_leading_dense_block_count(config.num_dense_layers)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         return
-    if kind == "qwen3_5_text":
+    if hasattr(config, "linear_num_key_heads"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
         recurrent = [kind == "linear_attention" for kind in config.layer_types]
-        writer.add_array("qwen35.attention.recurrent_layers", recurrent)
-        writer.add_rope_dimension_sections([1, 1, 1, 0])
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+        if kind != "qwen3_next":
+            writer.add_rope_dimension_sections([1, 1, 1, 0])
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if getattr(config, "head_dim", None):
@@ -319,8 +351,15 @@ def write_file(
     writer.close()
 
 
-def write_model(path: Path, model: Any, *entries: Any, kinds: Any = None, **more: Tensor) -> None:
-    """Write a model of transformers, with ``more`` tensors; see ``write_file``."""
+def write_model(
+    path: Path,
+    model: Any,
+    *entries: Any,
+    kinds: Any = None,
+    without: Container[str] = (),
+    **more: Tensor,
+) -> None:
+    """Write a model of transformers, with ``more`` tensors, and some left out: ``write_file``."""
     config = model.config
 
     def add(writer: Any) -> None:
@@ -330,6 +369,7 @@ def write_model(path: Path, model: Any, *entries: Any, kinds: Any = None, **more
         writer.add_pad_token_id(config.pad_token_id)
 
     tensors = {**tensors_of(model), **more}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in without}
     write_file(path, ARCHITECTURES[config.model_type], tensors, add, *entries, kinds=kinds)
 
 

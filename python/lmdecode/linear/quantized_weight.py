@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -97,12 +98,29 @@ class JoinedWeight:
         """Return outputs and inputs."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
+    def index_rows(self, index: Tensor) -> LinearWeight:
+        """Return the rows with these indices, int64 [rows], in their order: see ``join_rows``."""
+        ends = torch.tensor([part.shape[0] for part in self.parts]).cumsum(0)
+        parts, counts = torch.unique_consecutive(
+            torch.bucketize(index, ends, right=True), return_counts=True
+        )
+        found: list[QuantizedWeight | Tensor] = []
+        for i, rows in zip(parts.tolist(), index.split(counts.tolist()), strict=True):
+            part = self.parts[i]
+            rows = rows - (int(ends[i]) - part.shape[0])
+            found.append(part[rows] if isinstance(part, Tensor) else part.index_rows(rows))
+        return join_rows([join_rows(list(run)) for _, run in groupby(found, key=_kind)])
+
     def dequantize(self) -> Tensor:
         """Return the values, float32 [out_features, in_features]."""
         return torch.cat([_floats(part).float() for part in self.parts])
 
 
 LinearWeight = Tensor | QuantizedWeight | JoinedWeight
+
+
+def _kind(part: QuantizedWeight | Tensor) -> str | None:
+    return None if isinstance(part, Tensor) else part.kind
 
 
 def _floats(part: LinearWeight) -> Tensor:

@@ -77,12 +77,13 @@ def test_tokens_of_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pre", "tokens"),
     [("gpt-2", ["12", "3"]), ("smollm", ["1", "2", "3"]), ("llama-bpe", ["12", "3"]),
-     ("qwen2", ["1", "2", "3"]), ("tekken", ["1", "2", "3"]), ("default", ["12", "3"])],
+     ("lfm2", ["12", "3"]), ("qwen2", ["1", "2", "3"]), ("qwen35", ["1", "2", "3"]),
+     ("tekken", ["1", "2", "3"]), ("default", ["12", "3"])],
 )  # fmt: skip
 def test_words_are_cut_as_the_file_says(pre: str, tokens: list[str], tmp_path: Path) -> None:
     tokenizer = load_tokenizer(_bytes(tmp_path / "m.gguf", pre=pre))
     assert tokenizer("123", add_special_tokens=False).input_ids == _ids(*tokens)
-    begins = pre in ("llama-bpe", "tekken")
+    begins = pre in ("lfm2", "llama-bpe", "tekken")
     assert (tokenizer("a").input_ids[0] == tokenizer.bos_token_id) == begins
 
 
@@ -91,6 +92,15 @@ def test_every_way_of_cutting_words_is_one_that_tokenizers_knows(pre: str, tmp_p
     tokenizer = load_tokenizer(_bytes(tmp_path / "m.gguf", pre=pre))
     text = "the  12 a.\n\n'll a"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+@pytest.mark.parametrize(("pre", "first"), [("qwen2", (0, 1)), ("qwen35", (0, 3))])
+def test_marks_are_of_words_or_not(pre: str, first: tuple[int, int], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_bytes(tmp_path / "m.gguf", pre=pre))
+    words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\u0301b.\u0301 1")
+    assert [span for _, span in words] == [
+        first, *([(1, 3)] if pre == "qwen2" else []), (3, 5), (5, 6), (6, 7),
+    ]  # fmt: skip
 
 
 def test_a_word_that_is_a_token_is_not_merged(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lmdecode.formats.gguf.expert_config import (
 )
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.gemma4_config import gemma4
-from lmdecode.formats.gguf.state_configs import lfm2, qwen35
+from lmdecode.formats.gguf.state_configs import lfm2, lfm2moe, qwen3next, qwen35, qwen35moe
 
 __all__ = ["CONFIGS", "config_entries"]
 
@@ -331,6 +331,7 @@ CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
     "granite": _granite,
     "granitemoe": _granitemoe,
     "lfm2": _with_special_tokens(lfm2),
+    "lfm2moe": _with_special_tokens(lfm2moe),
     "llama": _llama,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
@@ -338,12 +339,16 @@ CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen35": _with_special_tokens(qwen35),
+    "qwen35moe": _with_special_tokens(qwen35moe),
     "qwen3moe": _qwen3_moe,
+    "qwen3next": _with_special_tokens(qwen3next),
     "smollm3": _smollm3,
 }
 
 
-_OF_EXPERTS = ("gemma4", "gpt-oss", "granitemoe", "olmoe", "qwen3moe")
+_OF_EXPERTS = (
+    "gemma4", "gpt-oss", "granitemoe", "lfm2moe", "olmoe", "qwen35moe", "qwen3moe", "qwen3next",
+)  # fmt: skip
 
 
 def config_entries(facts: Facts) -> dict[str, Any]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmdecode.linear.quantized_weight import QuantizedWeight
+from lmdecode.formats.gguf.reader import GgufFile
+from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight, join_rows
 
-__all__ = ["ValueHeads"]
+__all__ = ["KeyHeads", "ValueHeads"]
+
+_ALL_OF_KEY_HEADS = re.compile(r"model\.layers\.(\d+)\.linear_attn\.in_proj_qkvz\.weight")
 
 
 class ValueHeads:
@@ -45,3 +50,36 @@ class ValueHeads:
         else:
             index = self._index(1)
         return tensor.index_rows(index) if isinstance(tensor, QuantizedWeight) else tensor[index]
+
+
+class KeyHeads:
+    """Qwen 3 Next's projection, which transformers has as queries to gates of a key head in turn.
+
+    llama.cpp has queries, keys and values of all heads as one tensor, and the gates as another.
+    Older files have transformers' as it is.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._heads, keys = config.linear_num_key_heads, config.linear_key_head_dim
+        values = config.linear_num_value_heads // self._heads * config.linear_value_head_dim
+        self._sizes = (keys, keys, values, values)
+
+    def tensors(
+        self, parameter: str, shape: tuple[int, ...], tensors: Container[str]
+    ) -> dict[str, tuple[int, ...]] | None:
+        """Return names and shapes of a parameter's tensors in the file, None where it has one."""
+        found = _ALL_OF_KEY_HEADS.fullmatch(parameter)
+        if found is None or f"blk.{found[1]}.ssm_in.weight" in tensors:
+            return None
+        gates = self._sizes[-1] * self._heads
+        return {
+            f"blk.{found[1]}.attn_qkv.weight": (shape[0] - gates, *shape[1:]),
+            f"blk.{found[1]}.attn_gate.weight": (gates, *shape[1:]),
+        }
+
+    def read(self, file: GgufFile, names: Sequence[str]) -> LinearWeight:
+        """Return the rows of these tensors in transformers' order."""
+        joined = join_rows([file.tensor(name) for name in names])
+        parts = torch.arange(joined.shape[0]).split([size * self._heads for size in self._sizes])
+        index = torch.cat([part.view(self._heads, -1) for part in parts], dim=1).flatten()
+        return joined[index] if isinstance(joined, Tensor) else joined.index_rows(index)

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from lmdecode.formats.gguf.configs import config_entries
-from lmdecode.formats.gguf.delta_rule import ValueHeads
+from lmdecode.formats.gguf.delta_rule import KeyHeads, ValueHeads
 from lmdecode.formats.gguf.ends import end_tokens
 from lmdecode.formats.gguf.experts import expert_tensors, read_parts
 from lmdecode.formats.gguf.facts import Facts, refused
-from lmdecode.formats.gguf.names import IGNORED, PERMUTED, tensor_name
+from lmdecode.formats.gguf.names import IGNORED, PERMUTED, PLUS_ONE, tensor_name
 from lmdecode.formats.gguf.reader import GgufFile
-from lmdecode.linear.quantized_weight import QuantizedWeight
+from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight
 
 __all__ = ["load_parts"]
 
 
 _SCALE = ".layer_scalar"  # a buffer that files need not have
+_BUFFERS = (_SCALE, ".expert_bias")
 
 
 class _Weights:
@@ -47,9 +48,12 @@ class _Weights:
                 "k_proj": getattr(config, "num_key_value_heads", config.num_attention_heads),
             }
         self._parts = dict[str, list[str]]()
-        self._value_heads = None
-        if self._architecture == "qwen35":
+        self._in_turn = dict[str, list[str]]()
+        self._value_heads, self._key_heads = None, None
+        if self._architecture in ("qwen35", "qwen35moe"):
             self._value_heads = ValueHeads(config)
+        if self._architecture == "qwen3next":
+            self._key_heads = KeyHeads(config)
         self._check(model)
 
     def _name(self, parameter: str) -> str:
@@ -61,30 +65,45 @@ class _Weights:
 
     def _expected(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the tensors that a model's parameters are in."""
-        buffers = [
-            (name, buffer) for name, buffer in model.named_buffers() if name.endswith(_SCALE)
-        ]
-        for parameter, value in (*model.named_parameters(), *self._there(buffers)):
-            shape = tuple(value.shape)
-            parts = expert_tensors(parameter, shape, self._architecture, self._file.tensors)
+        for parameter, value in (*model.named_parameters(), *self._buffers(model)):
+            shape, tensors = tuple(value.shape), self._file.tensors
+            parts = expert_tensors(parameter, shape, self._architecture, tensors)
             if parts is not None:
                 self._parts[parameter] = list(parts)
                 yield from parts.items()
-            else:
-                if len(shape) == 3 and shape[1] == 1:  # a convolution of each feature
-                    shape = (shape[0], shape[2])
-                yield self._name(parameter), shape[:: -1 if self._is_transposed(parameter) else 1]
+                continue
+            if self._key_heads is not None:
+                parts = self._key_heads.tensors(parameter, shape, tensors)
+            if parts is not None:
+                self._in_turn[parameter] = list(parts)
+                yield from parts.items()
+                continue
+            name = self._name(parameter)
+            if len(shape) == 3 and shape[1] == 1:  # a convolution of each feature
+                shape = (shape[0], shape[2])
+            elif len(shape) == 2 and shape[0] == 1 and self._is_vector(name):
+                shape = shape[1:]
+            yield name, shape[:: -1 if self._is_transposed(parameter) else 1]
 
-    def _there(self, buffers: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return the buffers that the file has a tensor for."""
-        return [pair for pair in buffers if self._name(pair[0]) in self._file.tensors]
+    def _is_vector(self, name: str) -> bool:
+        return name in self._file.tensors and len(self._file.tensors[name].shape) == 1
+
+    def _buffers(self, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers that are tensors of the file."""
+        for name, buffer in model.named_buffers():
+            is_read = name.endswith(_BUFFERS)
+            if is_read and not (name.endswith(_SCALE) and self._is_left_out(name)):
+                yield name, buffer
+
+    def _is_left_out(self, name: str) -> bool:
+        return self._name(name) not in self._file.tensors
 
     def _check(self, model: Any) -> None:
         """Raise for what is missing, is left over, or has another shape."""
         left = set(self._file.tensors) - set(IGNORED)
-        if self._architecture == "qwen35":  # layers that predict more tokens than one
-            first = model.config.num_hidden_layers
-            left = {name for name in left if not _is_of_block(name, first)}
+        # Layers behind the model's predict more tokens than one.
+        first = model.config.num_hidden_layers
+        left = {name for name in left if not _is_of_block(name, first)}
         for name, shape in self._expected(model):
             if name not in self._file.tensors:
                 raise refused(self._file, f"has no tensor {name!r}; expected one")
@@ -108,15 +127,10 @@ class _Weights:
         """Return a parameter's values: floats, or a ``QuantizedWeight``, which is [out, in]."""
         if parameter in self._parts:
             return read_parts(self._file, self._parts[parameter], self._keeps_blocks)
-        if parameter.endswith(_SCALE) and self._name(parameter) not in self._file.tensors:
+        if parameter.endswith(_SCALE) and self._is_left_out(parameter):
             return torch.ones(1)
-        tensor = self._file.tensor(self._name(parameter))
-        module = parameter.split(".")[-2]
-        if module in self._heads:
-            tensor = _in_halves(tensor, self._heads[module])
-        if self._value_heads is not None:
-            tensor = self._value_heads.in_groups(parameter, tensor)
-        if isinstance(tensor, QuantizedWeight):
+        tensor = self._in_order(parameter)
+        if not isinstance(tensor, Tensor):
             if self._keeps_blocks:
                 return tensor
             tensor = tensor.dequantize()
@@ -124,10 +138,22 @@ class _Weights:
             tensor = tensor.float()
         if parameter.endswith("A_log"):
             tensor = (-tensor.float()).log()  # the file has -exp of it
-        is_plain = not self._architecture.startswith(("gemma2", "gemma3", "qwen35"))
-        if not is_plain and module.endswith("norm") and ".linear_attn." not in parameter:
+        is_norm = parameter.split(".")[-2].endswith("norm") and ".linear_attn." not in parameter
+        if is_norm and self._architecture in PLUS_ONE:
             tensor = tensor.float() - 1.0  # the file has 1 + weight
         return tensor.T if self._is_transposed(parameter) else tensor
+
+    def _in_order(self, parameter: str) -> LinearWeight:
+        """Return a parameter's tensor, with rows in the order that transformers has them."""
+        if self._key_heads is not None and parameter in self._in_turn:
+            return self._key_heads.read(self._file, self._in_turn[parameter])
+        tensor = self._file.tensor(self._name(parameter))
+        module = parameter.split(".")[-2]
+        if module in self._heads:
+            tensor = _in_halves(tensor, self._heads[module])
+        if self._value_heads is not None:
+            tensor = self._value_heads.in_groups(parameter, tensor)
+        return tensor
 
 
 def _is_of_block(name: str, first: int) -> bool:

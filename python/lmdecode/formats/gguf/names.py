@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["IGNORED", "PERMUTED", "tensor_name"]
+__all__ = ["IGNORED", "PERMUTED", "PLUS_ONE", "tensor_name"]
 
 _WHOLE = {
     "model.embed_tokens": "token_embd",
@@ -40,6 +40,10 @@ _OF_LAYER = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -53,13 +57,16 @@ _OF_LAYER = {
     "conv.conv": "shortconv.conv",
     "conv.in_proj": "shortconv.in_proj",
     "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.gate": "ffn_gate_inp",
     "feed_forward.w1": "ffn_gate",
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
     "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_qkvz": "ssm_in",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
@@ -72,12 +79,15 @@ _OF_LAYER = {
 }
 # Architectures with a name of its own for the norm behind the attention, or for that before the
 # feed-forward layer.
-_NORM_BEHIND = ("gemma2", "gemma3", "gemma4", "gpt-oss", "olmo2", "qwen35")
+_NORM_BEHIND = (
+    "gemma2", "gemma3", "gemma4", "gpt-oss", "olmo2", "qwen35", "qwen35moe", "qwen3next",
+)  # fmt: skip
 # Parameters of a layer that are no weight or bias of a module.
 _OWN = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "self_attn.sinks": "attn_sinks.weight",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
@@ -87,6 +97,8 @@ _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bia
 
 #: Architectures whose rows of queries and keys llama.cpp has in pairs, rather than in halves.
 PERMUTED = ("granite", "granitemoe", "llama", "smollm3")
+#: Architectures whose norms llama.cpp has as 1 + weight, the delta rule's excepted.
+PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 #: Tensors that are no parameters.
 IGNORED = ("rope_freqs.weight",)
 

@@ -13,10 +13,16 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+
+
+def _qwen(letters: str) -> str:
+    return (
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|\p{{N}}"
+        rf"| ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_QWEN2, _QWEN35 = _qwen(r"\p{L}"), _qwen(r"\p{L}\p{M}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,12 +40,13 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (_GPT2,)),
     **dict.fromkeys(("refact", "smollm", "starcoder"), (r"\p{N}", _GPT2)),
-    **dict.fromkeys(("dbrx", "llama-bpe", "llama-v3", "llama3", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("dbrx", "lfm2", "llama-bpe", "llama-v3", "llama3", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("deepseek-r1-qwen", "qwen2"), (_QWEN2,)),
     "gpt-4o": (_GPT4O,),
+    "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
 }
 #: A word that is a token is this token, whatever its merges make of it.
-WHOLE_WORDS = ("llama-bpe", "llama-v3", "llama3", "tekken")
+WHOLE_WORDS = ("lfm2", "llama-bpe", "llama-v3", "llama3", "tekken")
 #: A text begins with the token of the begin, where the file does not say.
-BEGIN_BY_DEFAULT = ("llama-bpe", "llama-v3", "llama3", "tekken")
+BEGIN_BY_DEFAULT = ("lfm2", "llama-bpe", "llama-v3", "llama3", "tekken")

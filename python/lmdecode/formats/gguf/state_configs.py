@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmdecode.formats.gguf.expert_config import (
+    expert_counts,
+    expert_size,
+    layers_without_experts,
+)
 from lmdecode.formats.gguf.facts import Facts, refused
 
-__all__ = ["lfm2", "qwen35"]
+__all__ = ["lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe"]
+
+_SIGMOID = 2  # of expert_gating_func
 
 
 def _common(facts: Facts) -> dict[str, Any]:
@@ -14,7 +21,6 @@ def _common(facts: Facts) -> dict[str, Any]:
     return {
         "vocab_size": vocab_size,
         "hidden_size": size,
-        "intermediate_size": facts.count("feed_forward_length"),
         "max_position_embeddings": facts.count("context_length"),
         "num_attention_heads": facts.count("attention.head_count"),
         "tie_word_embeddings": "output.weight" not in facts.file.tensors,
@@ -27,11 +33,12 @@ def _rope(facts: Facts, theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", theta)}
 
 
-def lfm2(facts: Facts) -> dict[str, Any]:
-    """Return the config entries of LFM2; layers without key heads are convolutions."""
+def _convolutions(facts: Facts) -> dict[str, Any]:
+    """Return what both kinds of LFM2 have; layers without key heads are convolutions."""
     if facts.has("attention.sliding_window"):
-        raise refused(facts.file, "has an attention.sliding_window; expected none of 'lfm2'")
-    entries = _common(facts)
+        raise refused(
+            facts.file, f"has an attention.sliding_window; expected none of {facts.architecture!r}"
+        )
     layers = facts.count("block_count")
     key_heads = facts.counts("attention.head_count_kv", layers)
     if len(some := {heads for heads in key_heads if heads}) != 1:
@@ -40,33 +47,66 @@ def lfm2(facts: Facts) -> dict[str, Any]:
             f"has {sorted(some)} key heads in layers with attention; expected the same in all",
         )
     return {
-        **entries,
-        "model_type": "lfm2",
+        **_common(facts),
+        "intermediate_size": facts.count("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_key_value_heads": some.pop(),
         "layer_types": ["full_attention" if heads else "conv" for heads in key_heads],
         "norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": facts.count("shortconv.l_cache"),
         "conv_bias": False,
-        "block_auto_adjust_ff_dim": False,  # the file has the size that was adjusted
         "rope_parameters": _rope(facts, 1e6),
     }
 
 
-def qwen35(facts: Facts) -> dict[str, Any]:
-    """Return the config entries of Qwen 3.5's text; its layers that predict further are left."""
-    entries, head_size = _common(facts), facts.count("attention.key_length")
-    layers = facts.count("block_count") - facts.count("nextn_predict_layers", 0, least=0)
+def lfm2(facts: Facts) -> dict[str, Any]:
+    """Return the config entries of LFM2."""
+    return {
+        **_convolutions(facts),
+        "model_type": "lfm2",
+        "block_auto_adjust_ff_dim": False,  # the file has the size that was adjusted
+    }
+
+
+def lfm2moe(facts: Facts) -> dict[str, Any]:
+    """Return the config entries of LFM2 with experts, behind some layers without."""
+    if (gating := facts.count("expert_gating_func")) != _SIGMOID:
+        raise refused(
+            facts.file, f"has an expert_gating_func {gating}; expected {_SIGMOID}, a sigmoid"
+        )
+    entries = _convolutions(facts)
+    layers = entries["num_hidden_layers"]
+    dense = facts.count("leading_dense_block_count", 0, least=0)
+    if (without := layers_without_experts(facts, layers)) != list(range(dense)):
+        raise refused(
+            facts.file,
+            f"has no experts in the layers {without}; expected none in the first {dense}",
+        )
+    return {
+        **entries,
+        **expert_counts(facts),
+        "model_type": "lfm2_moe",
+        "moe_intermediate_size": expert_size(facts),
+        "num_dense_layers": dense,
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in facts.file.tensors),
+        "norm_topk_prob": True,  # in llama.cpp, too, whatever the file
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+    }
+
+
+def _delta_rules(facts: Facts) -> dict[str, Any]:
+    """Return what Qwen 3.5 and Qwen 3 Next have; layers that predict further are left."""
+    head_size, blocks = facts.count("attention.key_length"), facts.count("block_count")
+    layers = blocks - facts.count("nextn_predict_layers", 0, least=0)
     if facts.has("attention.recurrent_layers"):
-        recurrent = facts.counts("attention.recurrent_layers", facts.count("block_count"))[:layers]
+        recurrent = facts.counts("attention.recurrent_layers", blocks)[:layers]
     else:
         interval = facts.count("full_attention_interval", 4)
         recurrent = [int((layer + 1) % interval != 0) for layer in range(layers)]
     heads = facts.count("ssm.time_step_rank")
     turned = facts.count("rope.dimension_count", head_size)
     return {
-        **entries,
-        "model_type": "qwen3_5_text",
+        **_common(facts),
         "num_hidden_layers": layers,
         "head_dim": head_size,
         "num_key_value_heads": facts.count("attention.head_count_kv"),
@@ -79,4 +119,43 @@ def qwen35(facts: Facts) -> dict[str, Any]:
         "linear_num_value_heads": heads,
         # A text alone has one position where an image has three: sections change nothing.
         "rope_parameters": {**_rope(facts, 1e7), "partial_rotary_factor": turned / head_size},
+    }
+
+
+def qwen35(facts: Facts) -> dict[str, Any]:
+    """Return the config entries of Qwen 3.5's text."""
+    return {
+        **_delta_rules(facts),
+        "model_type": "qwen3_5_text",
+        "intermediate_size": facts.count("feed_forward_length"),
+    }
+
+
+def _shared_and_routed(facts: Facts) -> dict[str, Any]:
+    return {
+        **expert_counts(facts),
+        "moe_intermediate_size": expert_size(facts),
+        "shared_expert_intermediate_size": expert_size(facts, "shexp"),
+    }
+
+
+def qwen35moe(facts: Facts) -> dict[str, Any]:
+    """Return the config entries of Qwen 3.5's text with experts."""
+    return {
+        **_delta_rules(facts),
+        **_shared_and_routed(facts),
+        "model_type": "qwen3_5_moe_text",
+    }
+
+
+def qwen3next(facts: Facts) -> dict[str, Any]:
+    """Return the config entries of Qwen 3 Next."""
+    return {
+        **_delta_rules(facts),
+        **_shared_and_routed(facts),
+        "model_type": "qwen3_next",
+        "intermediate_size": facts.count("feed_forward_length", 1),
+        "norm_topk_prob": True,  # in llama.cpp, too, whatever the file
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }

@@ -1,0 +1,246 @@
+"""GGUF files of layers with a state and experts: types of tensors, other layouts, left layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lmdecode
+from lmdecode.decoder.experts import ExpertMatrices
+from lmdecode.formats.gguf.model import load_parts
+from lmdecode.linear.quantized_weight import JoinedWeight, QuantizedWeight
+from tests.support.causal_models import model_of, random_config, random_tokens
+from tests.support.gguf_files import gguf, quantized, tensors_of, write_model
+
+# Rows of whole blocks of each type.
+_EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, **_EXPERTS}
+_WIDE_DELTA = {
+    **_WIDE, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 256, "mlp_only_layers": [],
+}  # fmt: skip
+WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2_moe": ("plain", {**_WIDE, "num_dense_layers": 1}),
+    "qwen3_5_moe_text": ("plain", _WIDE_DELTA),
+    "qwen3_next": ("experts and dense layers", _WIDE_DELTA),
+}
+OF_DELTA_RULE = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+
+
+def _wide(kind: str) -> Any:
+    variant, more = WIDE[kind]
+    return model_of(random_config(kind, variant, **more))
+
+
+def _kinds(kind: str) -> Callable[[str], str]:
+    """What llama-quantize makes of tensors: convolutions and routers stay what they are."""
+    floats = ("conv", "ffn_gate_inp")
+    return lambda name: "F32" if any(part in name for part in floats) else kind
+
+
+def _rounded(tensor: Tensor, kind: str) -> Tensor:
+    """Return the values of a matrix that a file of another type has."""
+    if kind == "F32":
+        return tensor
+    if kind in ("F16", "BF16"):
+        return tensor.to(torch.float16 if kind == "F16" else torch.bfloat16).float()
+    number = gguf.GGMLQuantizationType[kind]
+    values = gguf.quants.dequantize(quantized(tensor.numpy(), kind), number)
+    return torch.from_numpy(values).view(tensor.shape)
+
+
+def _values(weight: Any) -> list[Tensor]:
+    if isinstance(weight, ExpertMatrices):
+        return [value for i in range(len(weight)) for value in _values(weight[i])]
+    return [weight.float() if isinstance(weight, Tensor) else weight.dequantize()]
+
+
+def _assert_equal(layer: Any, expected: Any) -> None:
+    for name, value in expected._asdict().items():
+        other = getattr(layer, name)
+        assert (value is None) == (other is None), name
+        if value is not None:
+            for one, two in zip(_values(other), _values(value), strict=True):
+                assert torch.equal(one, two), name
+
+
+def _write_both(folder: Path, model: Any, kinds: Callable[[str], str]) -> tuple[Path, Path]:
+    """Write a file with these types, and one of float32 with the same values."""
+    write_model(folder / "blocks.gguf", model, kinds=kinds)
+    rounded = {
+        name: _rounded(tensor, kinds(name)) if tensor.dim() > 1 else tensor
+        for name, tensor in tensors_of(model).items()
+    }
+    write_model(folder / "floats.gguf", model, **rounded)
+    return folder / "blocks.gguf", folder / "floats.gguf"
+
+
+@pytest.mark.parametrize("type_name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("kind", WIDE)
+def test_values_of_each_type(kind: str, type_name: str, tmp_path: Path) -> None:
+    """Weights are those of a file with the same values in float32, in blocks and as floats."""
+    blocks, floats = _write_both(tmp_path, _wide(kind), _kinds(type_name))
+    _, config, expected = load_parts(floats)
+    for keeps_blocks in (False, True):
+        _, same, weights = load_parts(blocks, keeps_blocks=keeps_blocks)
+        assert same == config
+        for layer, of_floats in zip(weights.layers, expected.layers, strict=True):
+            _assert_equal(layer, of_floats)
+    if type_name.startswith("Q"):
+        last = weights.layers[1]
+        assert isinstance(last.qkv, QuantizedWeight) and last.qkv.kind == type_name
+        assert isinstance(last.experts_down[2], QuantizedWeight)
+    decoding = lmdecode.Decoding.from_pretrained(blocks, None)
+    assert decoding.generate(random_tokens(9)[None], **OPTIONS).shape == (1, 29)
+
+
+def test_projections_of_several_types(tmp_path: Path) -> None:
+    """Queries to values have more bits than gates: rows of either stay in their blocks."""
+    of_name = {"attn_qkv": "Q5_0", "attn_gate": "Q4_0", "ssm_ba": "Q8_0"}
+
+    def kinds(name: str) -> str:
+        return of_name.get(name.split(".")[-2], "F32")
+
+    blocks, floats = _write_both(tmp_path, _wide("qwen3_next"), kinds)
+    _, _, kept = load_parts(blocks, keeps_blocks=True)
+    _, _, expected = load_parts(floats)
+    _assert_equal(kept.layers[0], expected.layers[0])
+    qkv = kept.layers[0].qkv
+    assert isinstance(qkv, JoinedWeight)
+    assert [part.kind for part in qkv.parts] == ["Q5_0", "Q4_0", "Q8_0"]
+    lmdecode.Decoding.from_pretrained(blocks, None).generate(random_tokens(9)[None], **OPTIONS)
+
+
+def _small(kind: str, **more: Any) -> Any:
+    variant = "experts and dense layers" if kind == "qwen3_next" else "plain"
+    some = {"mlp_only_layers": []} if kind == "qwen3_next" else {}
+    return model_of(random_config(kind, variant, **some, **more))
+
+
+def _check_tokens(path: Path, model: Any) -> None:
+    ids = torch.stack([random_tokens(12, seed) for seed in range(2)])
+    decoding = lmdecode.Decoding.from_pretrained(path)
+    assert torch.equal(decoding.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+
+
+def test_a_projection_as_transformers_has_it(tmp_path: Path) -> None:
+    """As llama.cpp's first files of Qwen 3 Next have it."""
+    model = _small("qwen3_next")
+    merged = {
+        f"blk.{parameter.split('.')[2]}.ssm_in.weight": value.detach()
+        for parameter, value in model.named_parameters()
+        if parameter.endswith("in_proj_qkvz.weight")
+    }
+    parts = {name.replace("ssm_in", part) for name in merged for part in ("attn_qkv", "attn_gate")}
+    write_model(tmp_path / "model.gguf", model, without=parts, **merged)
+    _check_tokens(tmp_path / "model.gguf", model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "qwen3_next"])
+def test_gates_and_others_of_experts_in_one_tensor(kind: str, tmp_path: Path) -> None:
+    model = _small(kind)
+    both = {
+        f"blk.{parameter.split('.')[2]}.ffn_gate_up_exps.weight": value.detach()
+        for parameter, value in model.named_parameters()
+        if parameter.endswith("experts.gate_up_proj")
+    }
+    parts = {name.replace("gate_up", part) for name in both for part in ("gate", "up")}
+    write_model(tmp_path / "model.gguf", model, without=parts, **both)
+    _check_tokens(tmp_path / "model.gguf", model)
+
+
+def test_the_gate_of_a_shared_expert_as_a_vector(tmp_path: Path) -> None:
+    model = _small("qwen3_5_moe_text")
+    gates = {
+        name: tensor.flatten()
+        for name, tensor in tensors_of(model).items()
+        if name.endswith("ffn_gate_inp_shexp.weight")
+    }
+    assert len(gates) == 4
+    write_model(tmp_path / "model.gguf", model, **gates)
+    _check_tokens(tmp_path / "model.gguf", model)
+
+
+@pytest.mark.parametrize("kind", OF_DELTA_RULE)
+def test_layers_by_an_interval(kind: str, tmp_path: Path) -> None:
+    def change(writer: Any) -> None:
+        del writer.kv_data[0][f"{writer.arch}.attention.recurrent_layers"]
+        writer.add_uint32(f"{writer.arch}.full_attention_interval", 2)
+
+    types = ["linear_attention", "full_attention"] * 2
+    model = _small(kind, layer_types=types)
+    write_model(tmp_path / "model.gguf", model, change)
+    _check_tokens(tmp_path / "model.gguf", model)
+
+
+@pytest.mark.parametrize("kind", OF_DELTA_RULE)
+def test_layers_that_predict_further_tokens_are_left(kind: str, tmp_path: Path) -> None:
+    """They are the last blocks: as a layer with attention, and more."""
+
+    def change(writer: Any) -> None:
+        entries, key = writer.kv_data[0], f"{writer.arch}.attention.recurrent_layers"
+        layers = [*entries.pop(key).value, False]
+        writer.add_array(key, layers)
+        entries[f"{writer.arch}.block_count"].value = len(layers)
+        writer.add_uint32(f"{writer.arch}.nextn_predict_layers", 1)
+
+    model = _small(kind)
+    last = {
+        name.replace("blk.3.", "blk.4."): tensor
+        for name, tensor in tensors_of(model).items()
+        if name.startswith("blk.3.")
+    }
+    size = model.config.hidden_size
+    last |= {f"blk.4.nextn.{name}.weight": torch.ones(size)
+             for name in ("enorm", "hnorm", "shared_head_norm")}  # fmt: skip
+    last["blk.4.nextn.eh_proj.weight"] = torch.ones(size, 2 * size)
+    write_model(tmp_path / "model.gguf", model, change, **last)
+    _check_tokens(tmp_path / "model.gguf", model)
+
+
+def _replaced(key: str, value: Any) -> Callable[[Any], None]:
+    def change(writer: Any) -> None:
+        writer.kv_data[0][f"{writer.arch}.{key}"].value = value
+
+    return change
+
+
+BAD_ENTRIES: list[tuple[str, str, Any, str]] = [
+    ("lfm2_moe", "expert_gating_func", 1, "has an expert_gating_func 1; expected 2, a sigmoid"),
+    ("lfm2_moe", "leading_dense_block_count", 2, "in the layers []; expected none in the first 2"),
+    ("lfm2_moe", "expert_used_count", 7, "has 7 experts of a token; expected at most 6"),
+    ("qwen3_5_moe_text", "expert_count", 5, "of shape [6, 32]; expected [5, 32]"),
+    ("qwen3_next", "ssm.group_count", 4, "blk.0.ssm_conv1d.weight of shape [64, 4]; expected ["),
+    ("qwen3_next", "attention.key_length", 10, "attn_q.weight of shape [96, 32]; expected [80,"),
+]
+
+
+@pytest.mark.parametrize("case", BAD_ENTRIES, ids=lambda case: f"{case[0]} {case[1]}")
+def test_entries_that_make_no_sense(case: tuple[str, str, Any, str], tmp_path: Path) -> None:
+    kind, key, value, message = case
+    write_model(tmp_path / "model.gguf", _small(kind), _replaced(key, value))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lmdecode.Decoding.from_pretrained(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [
+        ("lfm2_moe", "blk.1.exp_probs_b.bias"),
+        ("qwen3_next", "blk.0.attn_gate.weight"),
+        ("qwen3_next", "blk.2.ssm_ba.weight"),
+        ("qwen3_5_moe_text", "blk.3.ffn_up_shexp.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing(kind: str, tensor: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", _small(kind), without={tensor})
+    with pytest.raises(ValueError, match=f"has no tensor '{re.escape(tensor)}'; expected one"):
+        lmdecode.Decoding.from_pretrained(tmp_path / "model.gguf")
