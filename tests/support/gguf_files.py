@@ -161,8 +161,8 @@ def _write_gemma4(writer: Any, config: Any) -> None:
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
     writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-    if config.final_logit_softcapping:
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    # No entry stands for 30 in llama.cpp.
+    writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
     if config.enable_moe_block:
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.top_k_experts)

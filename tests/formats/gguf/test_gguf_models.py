@@ -150,6 +150,34 @@ def test_a_head_of_its_own_where_the_file_has_one(tmp_path: Path) -> None:
     assert not decoding.model.config.tie_word_embeddings
 
 
+def test_logits_of_gemma_4_are_capped_by_default(tmp_path: Path) -> None:
+    """At 30, as in llama.cpp, where the file does not say."""
+
+    def change(writer: Any) -> None:
+        del writer.kv_data[0]["gemma4.final_logit_softcapping"]
+
+    model = _model("gemma4_text", "all experts", {"final_logit_softcapping": 30.0})
+    write_model(tmp_path / "model.gguf", model, change)
+    decoding = _check_tokens(tmp_path / "model.gguf", model)
+    assert decoding.model.config.final_logit_softcapping == 30.0
+
+
+def test_keys_that_no_layer_of_gemma_4_reads(tmp_path: Path) -> None:
+    """Files may have keys and values of layers that take those of others."""
+    model = _model("gemma4_text", "shared keys, inputs of layers", {})
+    names = ("attn_k", "attn_k_norm", "attn_v")
+    own = tensors_of(model)
+    more = {f"blk.{i + 2}.{name}.weight": own[f"blk.{i}.{name}.weight"]
+            for i in (1, 2) for name in names}  # fmt: skip
+    assert not more.keys() & own.keys()
+    write_model(tmp_path / "model.gguf", model, **more)
+    _check_tokens(tmp_path / "model.gguf", model)
+    more["blk.3.attn_v_norm.weight"] = own["blk.0.attn_k_norm.weight"]
+    write_model(tmp_path / "model.gguf", model, **more)
+    with pytest.raises(ValueError, match="has 1 tensors that its architecture does not have"):
+        load_parts(tmp_path / "model.gguf")
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", *BLOCKS])
 def test_types_of_tensors(kind: str, tmp_path: Path) -> None:
     """Values are those that the package gguf gives."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmdecode.formats.gguf.facts import Facts, refused
 
-__all__ = ["gemma4"]
+__all__ = ["gemma4", "unused_tensors"]
 
 _UNTURNED = 1e29  # factors above it stand for pairs that are not turned
 
@@ -72,6 +72,22 @@ def _head_size(facts: Facts, suffix: str) -> int:
     return size
 
 
+def _softcap(facts: Facts) -> float | None:
+    """Return what caps logits: 0 stands for nothing, and nothing for 30."""
+    if facts.file.metadata.get("gemma4.final_logit_softcapping") == 0:
+        return None
+    return facts.number("final_logit_softcapping", 30.0)
+
+
+def unused_tensors(config: Any) -> set[str]:
+    """Return tensors that a file may have: keys and values of layers that take those of others."""
+    layers = range(config.num_hidden_layers)[
+        config.num_hidden_layers - config.num_kv_shared_layers :
+    ]
+    names = ("attn_k", "attn_k_norm", "attn_v")
+    return {f"blk.{i}.{name}.weight" for i in layers for name in names}
+
+
 def gemma4(facts: Facts) -> dict[str, Any]:
     """Return the config entries of Gemma 4's text."""
     vocab_size, size = facts.shape("token_embd.weight")
@@ -113,9 +129,7 @@ def gemma4(facts: Facts) -> dict[str, Any]:
         "num_kv_shared_layers": shared,
         "sliding_window": facts.count("attention.sliding_window"),
         "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
-        "final_logit_softcapping": facts.number("final_logit_softcapping")
-        if facts.has("final_logit_softcapping")
-        else None,
+        "final_logit_softcapping": _softcap(facts),
         "use_bidirectional_attention": None,
         "rope_parameters": {
             "sliding_attention": {
@@ -124,7 +138,7 @@ def gemma4(facts: Facts) -> dict[str, Any]:
             },
             "full_attention": {
                 "rope_type": "proportional",
-                "rope_theta": facts.number("rope.freq_base", 1e6),
+                "rope_theta": facts.number("rope.freq_base", 1e4),
                 "partial_rotary_factor": _turned_share(facts, global_size),
             },
         },

@@ -14,6 +14,7 @@ from lmdecode.formats.gguf.delta_rule import KeyHeads, ValueHeads
 from lmdecode.formats.gguf.ends import end_tokens
 from lmdecode.formats.gguf.experts import expert_tensors, read_parts
 from lmdecode.formats.gguf.facts import Facts, refused
+from lmdecode.formats.gguf.gemma4_config import unused_tensors
 from lmdecode.formats.gguf.names import IGNORED, PERMUTED, PLUS_ONE, tensor_name
 from lmdecode.formats.gguf.reader import GgufFile
 from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight
@@ -104,6 +105,8 @@ class _Weights:
         # Layers behind the model's predict more tokens than one.
         first = model.config.num_hidden_layers
         left = {name for name in left if not _is_of_block(name, first)}
+        if self._architecture == "gemma4":
+            left -= unused_tensors(model.config)
         for name, shape in self._expected(model):
             if name not in self._file.tensors:
                 raise refused(self._file, f"has no tensor {name!r}; expected one")

@@ -1,4 +1,4 @@
-"""GGUF files of layers with a state and experts: types of tensors, other layouts, left layers."""
+"""GGUF files of models of 2026: types of tensors, other layouts, layers that are left aside."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ _WIDE_DELTA = {
     "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 256, "mlp_only_layers": [],
 }  # fmt: skip
+_WIDE_GEMMA = {
+    **_WIDE, "head_dim": 64, "global_head_dim": 64, "hidden_size_per_layer_input": 256,
+    "top_k_experts": 2, "vocab_size_per_layer_input": 101,
+}  # fmt: skip
 WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_text": ("experts, shared keys, inputs of layers", _WIDE_GEMMA),
     "lfm2_moe": ("plain", {**_WIDE, "num_dense_layers": 1}),
     "qwen3_5_moe_text": ("plain", _WIDE_DELTA),
     "qwen3_next": ("experts and dense layers", _WIDE_DELTA),
