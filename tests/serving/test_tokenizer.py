@@ -187,6 +187,8 @@ def _gguf(path: Path, kind: str, **flags: bool) -> Path:
             writer.add_token_merges(["a b", "\u0120 a"])
         else:
             writer.add_token_scores([-float(i) for i in range(len(tokens))])
+        if kind == "gemma4":
+            writer.add_token_merges(["a b", "\u2581 a"])
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
         writer.add_unk_token_id(0)
@@ -198,7 +200,7 @@ def _gguf(path: Path, kind: str, **flags: bool) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gemma4", "gpt2", "llama"])
 @pytest.mark.parametrize(
     "flags", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}]
 )

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import lmdecode
-from lmdecode.formats.gguf import load_tokenizer
+from lmdecode.formats.gguf import load_tokenizer, read_tokenizer
 from lmdecode.formats.gguf.splits import SPLITS
 from tests.support.causal_models import model_of, random_config
 from tests.support.gguf_files import write_file, write_model
@@ -124,6 +124,56 @@ def test_pieces_merge_by_their_scores(tmp_path: Path) -> None:
     assert tokenizer.decode(_pieces_ids(SPACE + "the", "<0xC3>", "<0xA9>")) == "theé"
 
 
+def test_gemma_4s_pieces_have_merges(tmp_path: Path) -> None:
+    """No space is put before a text, and newlines are words of their own."""
+    pieces = ["t", "h", "e", SPACE, "th", "the", SPACE + "t", "\n", "\n\n", "e\n", SPACE + "the"]
+    merges = ["t h", "th e", f"{SPACE} t", "e \n", "\n \n", f"{SPACE} the"]
+    tokens = ["<unk>", "<s>", "</s>", "<turn|>", *BYTES, *pieces]
+
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * len(tokens))
+        writer.add_token_types([2, 3, 3, 3] + [6] * 256 + [1] * len(pieces))
+        writer.add_token_merges(merges)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    write_file(tmp_path / "m.gguf", "llama", {}, add)
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    text = "the the\n\nté\n<turn|>e"
+    expected = ["<s>", "the", SPACE + "the", "\n\n", "t", "<0xC3>", "<0xA9>", "\n", "<turn|>", "e"]
+    ids = tokenizer(text).input_ids
+    assert ids == [tokens.index(token) for token in expected]
+    assert tokenizer.decode(ids[1:]) == text
+    assert read_tokenizer(tmp_path / "m.gguf").eos_token_ids == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (["<|end|>"], ["<|end|>"]),
+        (["<|end|>", "<|return|>"], ["<|end|>", "<|return|>"]),
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),
+        (["<turn|>", "<|tool_response>", "<end>"], ["<turn|>", "<|tool_response>"]),
+    ],
+)
+def test_tokens_that_end_a_text(names: list[str], ends: list[str], tmp_path: Path) -> None:
+    """Where messages have other ends, <|end|> is followed by the next one."""
+    tokens = ["a", "<eot>", *names]
+
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_types([1, 3, *([3, 4, 3][: len(names)])])
+        writer.add_eos_token_id(1)
+        writer.add_uint32("tokenizer.ggml.eot_token_id", 2)
+
+    write_file(tmp_path / "m.gguf", "llama", {}, add)
+    found = [tokens[i] for i in read_tokenizer(tmp_path / "m.gguf").eos_token_ids]
+    assert found == ["<eot>", *ends]
+
+
 def test_flags(tmp_path: Path) -> None:
     def flags(writer: Any) -> None:
         writer.add_add_space_prefix(False)
@@ -184,8 +234,8 @@ def _with(key: str, value: Any) -> Any:
 
 
 WRONG: list[tuple[Any, str]] = [
-    (_without("model"), "has a tokenizer ''; expected one of gpt2, llama"),
-    (_with("model", "rwkv"), "has a tokenizer 'rwkv'; expected one of gpt2, llama"),
+    (_without("model"), "has a tokenizer ''; expected one of gemma4, gpt2, llama"),
+    (_with("model", "rwkv"), "has a tokenizer 'rwkv'; expected one of gemma4, gpt2, llama"),
     (_with("pre", "unheard"), "cuts words as 'unheard' (tokenizer.ggml.pre); expected one of"),
     (_without("tokens"), "has no list of strings for tokenizer.ggml.tokens; expected one"),
     (_without("merges"), "has no list of strings for tokenizer.ggml.merges; expected one"),

@@ -21,7 +21,7 @@ from lmdecode.formats.gguf.splits import BEGIN_BY_DEFAULT, SPLITS, WHOLE_WORDS
 
 __all__ = ["GgufTokenizer", "load_tokenizer", "read_tokenizer", "tokenizer_files"]
 
-_KINDS = ("gpt2", "llama")
+_KINDS = ("gemma4", "gpt2", "llama")
 # Of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"
@@ -35,7 +35,7 @@ class _Vocabulary:
     Attributes
     ----------
     kind : str
-        "gpt2" (byte-level BPE) or "llama" (sentencepiece).
+        "gpt2" (byte-level BPE), "llama" (sentencepiece) or "gemma4" (its pieces, with merges).
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -44,7 +44,7 @@ class _Vocabulary:
         if self.kind not in _KINDS:
             raise self.error(f"has a tokenizer {self.kind!r}; expected one of {', '.join(_KINDS)}")
         self.tokens: list[str] = self._strings("tokens", True)
-        self.merges: list[str] = self._strings("merges", self.kind == "gpt2")
+        self.merges: list[str] = self._strings("merges", self.kind != "llama")
         self.kinds: Sequence[int] = self._numbers("token_type", _NORMAL)
         self.scores: Sequence[float] = self._numbers("scores", 0.0)
 
@@ -135,8 +135,11 @@ def _bytes_tokenizer(vocabulary: _Vocabulary) -> Any:
 
 
 def _sentencepiece_tokenizer(vocabulary: _Vocabulary) -> Any:
-    """Return a tokenizer of sentencepiece's kind; by default a space is put before a text."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    """Return a tokenizer of sentencepiece's kind; by default a space is put before a text.
+
+    Not so with Gemma 4's: it takes newlines apart from what is around them.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     ids = vocabulary.ids()
     unknown = vocabulary.entry("unknown_token_id", int, 0)
@@ -154,7 +157,9 @@ def _sentencepiece_tokenizer(vocabulary: _Vocabulary) -> Any:
             byte_fallback=True,
         )
     )
-    has_prefix = vocabulary.entry("add_space_prefix", bool, True)
+    has_prefix = vocabulary.kind == "llama" and vocabulary.entry("add_space_prefix", bool, True)
+    if vocabulary.kind == "gemma4":
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
     prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
     tokenizer.decoder = decoders.Sequence(
