@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gguf_header import write_sizes
+
 __all__ = ["GPT_OSS", "QWEN3_MOE", "Sizes", "bare", "write_model"]
 
 
@@ -116,25 +118,17 @@ def _tensors(sizes: Sizes) -> Iterator[tuple[str, tuple[int, ...], str]]:
                 yield f"{block}ffn_{name}_exps.bias", (experts, outputs), "F32"
 
 
-def _write_sizes(writer: Any, sizes: Sizes) -> None:
-    writer.add_context_length(32768)
-    writer.add_embedding_length(sizes.model_size)
-    writer.add_block_count(sizes.layers)
-    writer.add_head_count(sizes.heads)
-    writer.add_head_count_kv(sizes.key_heads)
-    writer.add_key_length(sizes.head_size)
-    writer.add_value_length(sizes.head_size)
-    writer.add_feed_forward_length(sizes.expert_size)
+def _write_header(writer: Any, sizes: Sizes) -> None:
+    write_sizes(
+        writer, model_size=sizes.model_size, layers=sizes.layers, heads=sizes.heads,
+        key_heads=sizes.key_heads, head_size=sizes.head_size, ffn_size=sizes.expert_size,
+        vocab=sizes.vocab, epsilon=1e-5, rope_base=1e6,
+    )  # fmt: skip
     writer.add_expert_feed_forward_length(sizes.expert_size)
     writer.add_expert_count(sizes.num_experts)
     writer.add_expert_used_count(sizes.num_chosen)
-    writer.add_vocab_size(sizes.vocab)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e6)
-    writer.add_rope_dimension_count(sizes.head_size)
     if sizes.is_gpt_oss:
         writer.add_sliding_window(128)
-    writer.add_tokenizer_model("no_vocab")
 
 
 def write_model(path: Path, sizes: Sizes, seed: int = 0) -> None:
@@ -142,7 +136,7 @@ def write_model(path: Path, sizes: Sizes, seed: int = 0) -> None:
     import gguf
 
     writer, random = gguf.GGUFWriter(str(path), sizes.architecture), np.random.default_rng(seed)
-    _write_sizes(writer, sizes)
+    _write_header(writer, sizes)
     tensors = list(_tensors(sizes))
     for name, shape, kind in tensors:
         if kind in ("ones", "F32"):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import lmdecode
+from benchmarks.gguf_header import write_sizes
 from benchmarks.quality.llama_cpp import speeds
 from benchmarks.report import machine_line
 from lmdecode.decoder.causal_caches import CausalCaches
@@ -34,18 +35,10 @@ def write_model(path: Path) -> None:
 
     writer = gguf.GGUFWriter(str(path), "qwen35")
     kind, random = gguf.GGMLQuantizationType.Q8_0, np.random.default_rng(0)
-    writer.add_context_length(32768)
-    writer.add_embedding_length(SIZE)
-    writer.add_block_count(LAYERS)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KEY_HEADS)
-    writer.add_feed_forward_length(FFN)
-    writer.add_vocab_size(VOCAB)
-    writer.add_key_length(HEAD)
-    writer.add_value_length(HEAD)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e7)
-    writer.add_rope_dimension_count(HEAD // 4)
+    write_sizes(
+        writer, model_size=SIZE, layers=LAYERS, heads=HEADS, key_heads=KEY_HEADS, head_size=HEAD,
+        ffn_size=FFN, vocab=VOCAB, epsilon=1e-6, rope_base=1e7, turned=HEAD // 4,
+    )  # fmt: skip
     writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_ssm_conv_kernel(TAPS)
     writer.add_ssm_state_size(DELTA_SIZE)
@@ -53,7 +46,6 @@ def write_model(path: Path) -> None:
     writer.add_ssm_time_step_rank(DELTA_HEADS)
     writer.add_ssm_inner_size(DELTA_SIZE * DELTA_HEADS)
     writer.add_uint32("qwen35.full_attention_interval", 4)
-    writer.add_tokenizer_model("no_vocab")
 
     def matrix(name: str, rows: int, columns: int) -> None:
         values = random.standard_normal((rows, columns), dtype=np.float32) * columns**-0.5

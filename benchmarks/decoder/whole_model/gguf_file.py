@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gguf_header import write_sizes
+
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -52,20 +54,20 @@ def _write_header(writer: Any, config: dict[str, Any], head_size: int) -> None:
     import gguf
 
     writer.add_name("random")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(head_size)
-    writer.add_vocab_size(config["vocab_size"])
+    write_sizes(
+        writer,
+        model_size=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        key_heads=config["num_key_value_heads"],
+        head_size=head_size,
+        ffn_size=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        epsilon=config["rms_norm_eps"],
+        rope_base=config["rope_theta"],
+        length=config["max_position_embeddings"],
+    )
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_tokenizer_model("no_vocab")
 
 
 def write_gguf(folder: Path, file: Path) -> None:
