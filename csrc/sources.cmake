@@ -13,6 +13,7 @@ set(KERNEL_SOURCES
   decoder/causal_rows_cpu_kernel.cpp
   decoder/delta_rule_cpu_kernel.cpp
   decoder/experts_cpu_kernel.cpp
+  decoder/mamba2_cpu_kernel.cpp
   decoder/short_convolution_cpu_kernel.cpp
   decoder/step_attention_cpu_kernel.cpp
   kv_cache/reorder_cache_cpu_kernel.cpp

@@ -5,7 +5,7 @@
 namespace lmdecode::decoder {
 namespace {
 
-constexpr size_t kConfigEntries = 36, kNumbers = 12;
+constexpr size_t kConfigEntries = 37, kNumbers = 14;
 
 // prefix: of the names of these sizes.
 void check_heads(const char* op, const char* prefix, const DecoderConfig& c,
@@ -50,14 +50,14 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   c.norm_first = true;
   c.attention_gate = list.next_flag("attention_gate");
   m.mixer.size = c.model_size;
-  m.mixer.kind = static_cast<MixerKind>(list.next("mixer", 0, 2));
-  const int64_t least = m.mixer.is_delta_rule() ? 1 : 0;
+  m.mixer.kind = static_cast<MixerKind>(list.next("mixer", 0, 3));
+  const int64_t least = m.mixer.has_heads() ? 1 : 0;
   m.mixer.key_heads = list.next("mixer_key_heads", least, 1 << 16);
   m.mixer.value_heads = list.next("mixer_value_heads", least, 1 << 16);
   m.mixer.key_size = list.next("mixer_key_size", least, kMostHeadSize);
   m.mixer.value_size = list.next("mixer_value_size", least, kMostHeadSize);
   m.mixer.taps = list.next("mixer_taps", m.mixer.kind == MixerKind::kNone ? 0 : 1, kMostTaps);
-  if (m.mixer.is_delta_rule() && m.mixer.value_heads % m.mixer.key_heads != 0) {
+  if (m.mixer.has_heads() && m.mixer.value_heads % m.mixer.key_heads != 0) {
     fail(op, "config.mixer_key_heads is ", m.mixer.key_heads,
          "; expected a divisor of mixer_value_heads, ", m.mixer.value_heads);
   }
@@ -91,6 +91,7 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   m.per_layer.size = list.next("per_layer_size", 0, (kMaxDecoderSize - 1) / c.layers);
   m.per_layer.rows.format = static_cast<EmbeddingFormat>(list.next("per_layer_format", 1, 3));
   c.ffn_size = std::max(c.ffn_size, m.per_layer.size);  // of scratch: layers have their own
+  m.mixer.norm_first = list.next_flag("mixer_norm_first");
   const size_t rotary = static_cast<size_t>(m.num_rotary);
   if (numbers.size() != kNumbers + rotary) {
     fail(op, "numbers has ", numbers.size(), " entries; expected ", kNumbers + rotary);
@@ -107,6 +108,8 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   e.limit = static_cast<float>(numbers[9]);
   m.per_layer.scale = static_cast<float>(numbers[10]);
   m.per_layer.norm_epsilon = static_cast<float>(numbers[11]);
+  m.mixer.least_step = static_cast<float>(numbers[12]);
+  m.mixer.most_step = static_cast<float>(numbers[13]);
   for (size_t i = 0; i < rotary; ++i) {
     rotary_scales->push_back(static_cast<float>(numbers[kNumbers + i]));
   }
@@ -127,10 +130,14 @@ void read_mixer(const char* op, WeightParts& parts, const MixerConfig& m, MixerW
   };
   w->convolution = next("convolution", m.taps * m.channels());
   w->convolution_bias = parts.next<float>("convolution_bias", m.channels());
-  if (!m.is_delta_rule()) return parts.skip(kSinksColumn - kDecayColumn);
+  if (!m.has_heads()) return parts.skip(kSinksColumn - kDecayColumn);
   w->decay = next("decay", m.value_heads);
   w->decay_bias = next("decay_bias", m.value_heads);
-  w->norm = next("mixer_norm_gamma", m.value_size);
+  if (m.is_mamba2()) {
+    w->norm = parts.next<float>("mixer_norm_gamma", m.mixed());
+  } else {
+    w->norm = next("mixer_norm_gamma", m.value_size);
+  }
 }
 
 // Slots and positions that a step follows. lengths: of the sequences.
@@ -374,6 +381,10 @@ CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& fro
       of_layer.skip(kPerLayerColumn - kExpertsColumn);
     }
     read_per_layer(of_layer, model, &layer.per_layer);
+    if (has_state && model.mixer.is_mamba2()) {
+      layer.mixer.skip = of_layer.next<float>("mixer_skip", model.mixer.value_heads);
+      if (layer.mixer.skip == nullptr) fail(op, "weights have no mixer_skip; expected it");
+    }
     layers.push_back(layer);
   }
   model.layers = layers.data();

@@ -13,7 +13,7 @@ namespace lmdecode::decoder {
 // begins with six numbers. Whether there is the cache that a layer names is checked in
 // causal_forward_, which has the caches.
 struct CausalWeightsModel {
-  static constexpr int64_t kLayoutColumns = 49;
+  static constexpr int64_t kLayoutColumns = 50;
   std::vector<CausalLayer> layers;
   std::vector<float> rotary_scales;
   CausalModel model;

@@ -25,6 +25,9 @@ constexpr double kNanosecondsPerConvolved = 0.5;
 // Of an element of the delta rule's state that a token changes.
 constexpr double kNanosecondsPerDelta = 0.06;
 
+// Of a head's step in time of Mamba-2: a logarithm and two exponentials.
+constexpr double kNanosecondsPerStep = 60.0;
+
 // Positions of memories that are read at a time: what they give stays in the processor's cache.
 constexpr int64_t kReadMemoryRows = 256;
 

@@ -7,13 +7,18 @@
 
 namespace lmdecode::decoder {
 
-enum class MixerKind : int32_t { kNone = 0, kShortConvolution = 1, kGatedDeltaRule = 2 };
+enum class MixerKind : int32_t {
+  kNone = 0,
+  kShortConvolution = 1,
+  kGatedDeltaRule = 2,
+  kMamba2 = 3
+};
 
 constexpr int64_t kMostTaps = 16;
-constexpr int64_t kMostHeadSize = 1024;  // of keys, and of values, of the delta rule
+constexpr int64_t kMostHeadSize = 1024;  // of keys, and of values
 
 // Sizes, the same in all layers of a model. python/lmdecode/decoder/mixers.py says what is
-// computed.
+// computed. Of Mamba-2 keys are B, queries C and values x.
 struct MixerConfig {
   MixerKind kind = MixerKind::kNone;
   int64_t size = 0;  // of the model
@@ -22,21 +27,28 @@ struct MixerConfig {
   int64_t key_size = 0;
   int64_t value_size = 0;
   int64_t taps = 0;  // tokens that the convolution sees
+  // Of Mamba-2: whether the norm is before the gate, and limits of the steps.
+  bool norm_first = false;
+  float least_step = 0.0f;
+  float most_step = 0.0f;
 
   bool is_delta_rule() const { return kind == MixerKind::kGatedDeltaRule; }
+  bool is_mamba2() const { return kind == MixerKind::kMamba2; }
+  bool has_heads() const { return is_delta_rule() || is_mamba2(); }  // each with a matrix
   // Features of what the first projection gives, of what the convolution sees, and of what the last
   // projection takes.
   int64_t projected() const {
+    if (is_mamba2()) return mixed() + channels() + value_heads;
     return is_delta_rule() ? channels() + mixed() + 2 * value_heads : 3 * size;
   }
   int64_t channels() const {
-    return is_delta_rule() ? 2 * key_heads * key_size + value_heads * value_size : size;
+    return has_heads() ? 2 * key_heads * key_size + value_heads * value_size : size;
   }
-  int64_t mixed() const { return is_delta_rule() ? value_heads * value_size : size; }
+  int64_t mixed() const { return has_heads() ? value_heads * value_size : size; }
   // Floats of a state: the convolution's last inputs, then the heads' matrices.
   int64_t convolution_state() const { return (taps - 1) * channels(); }
   int64_t state_size() const {
-    return convolution_state() + (is_delta_rule() ? mixed() * key_size : 0);
+    return convolution_state() + (has_heads() ? mixed() * key_size : 0);
   }
 };
 
@@ -46,7 +58,8 @@ struct MixerWeights {
   const float* convolution_bias = nullptr;  // [channels] or null
   const float* decay = nullptr;             // [value_heads]
   const float* decay_bias = nullptr;        // [value_heads]
-  const float* norm = nullptr;              // [value_size]
+  const float* norm = nullptr;              // [value_size]; of Mamba-2 [mixed()], or null: no norm
+  const float* skip = nullptr;              // [value_heads], of Mamba-2
 };
 
 // A state that is to be kept: that behind a token of a segment.

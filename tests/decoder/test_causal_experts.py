@@ -27,6 +27,7 @@ NUMBERS = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of the codes of FP4, of which eight mo
         ("olmoe", "plain"),
         ("granitemoe", "multipliers, biases"),
         ("granitemoeshared", "shared"),
+        ("granitemoehybrid", "experts, multipliers"),
         ("lfm2_moe", "plain"),
         ("qwen3_5_moe", "text part"),
         ("qwen3_next", "experts and dense layers"),

@@ -64,7 +64,8 @@ def test_columns_of_the_model() -> None:
         )
 
 
-OF_STATES = ("convolution", "convolution_bias", "decay", "decay_bias", "mixer_norm_gamma")
+OF_STATES = ("convolution", "convolution_bias", "decay", "decay_bias", "mixer_norm_gamma",
+             "mixer_skip")  # fmt: skip
 
 
 @pytest.mark.parametrize("row", [1, 3])
@@ -92,6 +93,10 @@ def test_columns_of_a_layer_with_a_state() -> None:
     fields = CausalLayerWeights._fields
     for column, name in enumerate(fields[: fields.index("router")], start=_NUM_NUMBERS):
         error = _error(1, column, case=("qwen3_5_text", "plain"))
+        assert error.startswith(f"layout has {name} at byte {FAR}; expected")
+    mamba2 = ("granitemoehybrid", "experts, multipliers")
+    for name in (*OF_STATES, "experts_up", "ffn_up"):
+        error = _error(1, _NUM_NUMBERS + fields.index(name), case=mamba2)
         assert error.startswith(f"layout has {name} at byte {FAR}; expected")
     error = _error(1, 3, case=("qwen3_5_text", "plain"))
     assert error.startswith(f"layout[1].cache_layer is {FAR}; expected")

@@ -29,10 +29,15 @@ from tests.decoder.causal_steps import (
 )
 from tests.support.causal_models import VARIANTS, model_of, random_config, random_tokens
 
-STATEFUL = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+STATEFUL = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
+            "granitemoehybrid")  # fmt: skip
 CASES = [(kind, variant) for kind in STATEFUL for variant in VARIANTS[kind]]
 cases = pytest.mark.parametrize(("architecture", "variant"), CASES)
-FEW = [("lfm2", "convolutions at the ends"), ("qwen3_5_text", "delta rule last, biases")]
+FEW = [
+    ("lfm2", "convolutions at the ends"),
+    ("qwen3_5_text", "delta rule last, biases"),
+    ("granitemoehybrid", "experts, multipliers"),
+]
 few_cases = pytest.mark.parametrize(("architecture", "variant"), FEW)
 TEXT = random_tokens(300, 3)
 

@@ -21,6 +21,7 @@ MODELS = {
     "two sizes of heads": ("gemma4_text", "shared keys, inputs of layers"),
     "convolutions": ("lfm2", "convolutions at the ends"),
     "delta rule": ("qwen3_5_text", "delta rule last, biases"),
+    "Mamba-2": ("granitemoehybrid", "experts, multipliers"),
 }
 
 

@@ -97,6 +97,11 @@ _DELTA_LAST = {
 _DENSE = {"mlp_only_layers": [0, 1, 2, 3]}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_MAMBA = {
+    "num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_head": 8,
+    "mamba_d_state": 10, "mamba_chunk_size": 16, "shared_intermediate_size": 28,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 
 # What each variant of an architecture sets, beside the sizes above.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -254,6 +259,17 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "granitemoe": {
         "plain": {**_LOCAL_EXPERTS, "attention_multiplier": 0.25},
         "multipliers, biases": {**_LOCAL_EXPERTS, **_MULTIPLIERS, "attention_bias": True},
+    },
+    "granitemoehybrid": {
+        "experts, multipliers": {**_MAMBA, **_LOCAL_EXPERTS, **_MULTIPLIERS},
+        "dense, attention last, rotary, biases": {
+            **_MAMBA, "num_local_experts": 0, "position_embedding_type": "rope",
+            "attention_bias": True, "attention_multiplier": 0.3, "mamba_n_groups": 1,
+            "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_conv_bias": False, "mamba_d_conv": 2,
+            "tie_word_embeddings": True,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            **_GROUP_OF_4,
+        },
     },
     "granitemoeshared": {
         "shared": {**_LOCAL_EXPERTS, **_MULTIPLIERS, "shared_intermediate_size": 28},

@@ -83,7 +83,7 @@ class CausalConfig:
         ``cap * tanh(x / cap)`` of scores, of logits. 0: none.
     embedding_scale, logits_scale : float
         What embeddings, and logits before their cap, are multiplied by.
-    mixers : tuple of (ShortConvolution or GatedDeltaRule or None)
+    mixers : tuple of (ShortConvolution or GatedDeltaRule or Mamba2 or None)
         Of each layer: what stands where attention stands, with its sizes. None: attention. Those
         that are not None are equal. By default all layers have attention. Entries of ``windows``
         and ``rotary`` are None where there is no attention.
@@ -338,7 +338,8 @@ class CausalLayerWeights(NamedTuple):
     convolution, convolution_bias : Tensor or None
         [``mixer.channels``, taps], the last tap the token's own, and [``mixer.channels``].
     decay, decay_bias, mixer_norm_gamma : Tensor or None
-        Of a ``GatedDeltaRule``: [num_value_heads] each, and [value_size].
+        Of a ``GatedDeltaRule``: [num_value_heads] each, and [value_size]. Of a ``Mamba2``:
+        [num_heads] each, and [``mixer.mixed``], None where there is no norm.
     sinks : Tensor or None
         [num_heads]: scores of a key without a value, one more for each query head.
     router, router_bias, router_choice_bias : Tensor or None
@@ -362,6 +363,8 @@ class CausalLayerWeights(NamedTuple):
         ``x += norm(out(activation(gate(x)) * inputs))`` with the token's inputs of the layer.
     layer_scale : Tensor or None
         [1]: what x is multiplied by at last.
+    mixer_skip : Tensor or None
+        Of a ``Mamba2``: [num_heads].
     """
 
     attention_norm_gamma: Tensor | None
@@ -407,6 +410,7 @@ class CausalLayerWeights(NamedTuple):
     per_layer_out: Tensor | None = None
     per_layer_out_norm_gamma: Tensor | None = None
     layer_scale: Tensor | None = None
+    mixer_skip: Tensor | None = None
 
 
 class CausalWeights(NamedTuple):

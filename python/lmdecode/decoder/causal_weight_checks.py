@@ -13,7 +13,7 @@ from lmdecode.decoder.causal_config import (
     CausalWeights,
     Heads,
 )
-from lmdecode.decoder.mixers import GatedDeltaRule, Mixer
+from lmdecode.decoder.mixers import GatedDeltaRule, Mamba2, Mixer
 from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight, QuantizedWeight
 
 __all__ = [
@@ -94,7 +94,8 @@ def model_shapes(config: CausalConfig) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-_STATE_FIELDS = ("convolution", "convolution_bias", "decay", "decay_bias", "mixer_norm_gamma")
+_STATE_FIELDS = ("convolution", "convolution_bias", "decay", "decay_bias", "mixer_norm_gamma",
+                 "mixer_skip")  # fmt: skip
 _NORMS_OF_EXPERTS = ("router_norm_gamma", "experts_norm_gamma", "experts_out_norm_gamma",
                      "shared_out_norm_gamma")  # fmt: skip
 _ATTENTION_FIELDS = ("query_norm_gamma", "key_norm_gamma", "sinks")
@@ -111,6 +112,9 @@ def state_shapes(mixer: Mixer | None) -> dict[str, tuple[int, ...]]:
     if isinstance(mixer, GatedDeltaRule):
         heads = (mixer.num_value_heads,)
         shapes |= {"decay": heads, "decay_bias": heads, "mixer_norm_gamma": (mixer.value_size,)}
+    elif isinstance(mixer, Mamba2):
+        shapes |= dict.fromkeys(("decay", "decay_bias", "mixer_skip"), (mixer.num_heads,))
+        shapes["mixer_norm_gamma"] = (mixer.mixed,)
     return shapes
 
 
@@ -173,6 +177,8 @@ def check_layer(config: CausalConfig, name: str, layer: CausalLayerWeights, numb
     if has_experts:
         shapes |= _shapes_of_experts(c)
     needed = {*linear, *of_mixer, *(("router",) if has_experts else ())} - {"convolution_bias"}
+    if isinstance(c.mixers[number], Mamba2):
+        needed -= {"mixer_norm_gamma"}
     matrices = expert_shapes(c) if has_experts else {}
     for field, value in layer._asdict().items():
         if field in unwanted:

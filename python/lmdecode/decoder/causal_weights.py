@@ -31,7 +31,7 @@ from lmdecode.decoder.causal_weight_checks import (
 from lmdecode.decoder.config import ACTIVATIONS, FORMATS, NORMS, format_number
 from lmdecode.decoder.experts import NO_NUMBERS, NO_SIZES
 from lmdecode.decoder.huge_memory import new_memory
-from lmdecode.decoder.mixers import mixer_numbers
+from lmdecode.decoder.mixers import mixer_numbers, mixer_sizes
 from lmdecode.linear.formats import (
     AS_IT_IS,
     format_of_head,
@@ -50,7 +50,7 @@ _NUM_NUMBERS = 6
 _NUM_COLUMNS = _NUM_NUMBERS + len(CausalLayerWeights._fields)
 _EMBEDDING_FORMAT, _NORMS_ALL_HEADS = 15, 10  # in sizes
 # Of a layer, and of the model, in models that were saved before there were more.
-_FORMER_PARTS = (18, 23, 34)
+_FORMER_PARTS = (18, 23, 34, 43)
 _NUM_MODEL_PARTS, _EMBEDDING, _LOGITS = 10, 0, 5  # in the layout's row of the model
 _FORMER_MODEL_PARTS = 7
 _MODEL_PARTS = ("embedding", "positions", "rotary", "final_norm_gamma", "final_norm_beta", "logits",
@@ -95,7 +95,7 @@ class PackedCausalModel:
     Attributes
     ----------
     memory, layout : Tensor
-        uint8 [bytes] with all weights, and int64 [layers + 1, 49]: where they lie. See
+        uint8 [bytes] with all weights, and int64 [layers + 1, 50]: where they lie. See
         csrc/bindings/causal_checks.h.
     sizes, numbers : list
         The config as the ops take it.
@@ -283,6 +283,7 @@ class PackedCausalModel:
         c = self.config
         assert c.rotary_size is not None and c.attention_scale is not None
         windowed, of_global = (c.heads_of(has_window=has) for has in (True, False))
+        norm_first, of_mixer = mixer_numbers(c.mixers)
         self.sizes = [
             c.num_layers,
             c.model_size,
@@ -301,7 +302,7 @@ class PackedCausalModel:
             format_number(self.weight_format),
             embedding_format,
             int(c.attention_gate),
-            *mixer_numbers(c.mixers),
+            *mixer_sizes(c.mixers),
             *(NO_SIZES if c.experts is None else c.experts.sizes()),
             of_global.head_size,
             of_global.num_kv_heads,
@@ -309,6 +310,7 @@ class PackedCausalModel:
             int(c.value_norm),
             c.per_layer_size,
             _EMBEDDINGS.get(self.weight_format, _IS_PACKED),
+            int(norm_first),
         ]
         self.numbers = [
             c.norm_epsilon,
@@ -320,6 +322,7 @@ class PackedCausalModel:
             *(NO_NUMBERS if c.experts is None else c.experts.numbers()),
             c.per_layer_scale,
             c.per_layer_epsilon,
+            *of_mixer,
             *c.rotary_scales,
         ]
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lmdecode._checks import check_choice, check_int
+from lmdecode._checks import check_bool, check_choice, check_int
 
-__all__ = ["GatedDeltaRule", "Mixer", "ShortConvolution", "checked_mixers", "mixer_numbers"]
+__all__ = [
+    "NO_MIXER_NUMBERS",
+    "GatedDeltaRule",
+    "Mamba2",
+    "Mixer",
+    "ShortConvolution",
+    "checked_mixers",
+    "mixer_numbers",
+    "mixer_sizes",
+]
 
 _MOST_TAPS = 16  # as in csrc/decoder/short_convolution.h
 
@@ -122,22 +132,104 @@ class GatedDeltaRule:
         return (self.taps - 1) * self.channels + self.mixed * self.key_size
 
 
-Mixer = ShortConvolution | GatedDeltaRule
+@dataclass(frozen=True)
+class Mamba2:
+    """The state space of Mamba-2 behind a causal convolution.
+
+    The projection gives the gate z and x, [num_heads, value_size] each, then B and C
+    [num_groups, key_size] each, then dt [num_heads]. A convolution and SiLU act on x, B and C. Of
+    each head with a state H [key_size, value_size], and its group's B and C:
+
+        step = softplus(dt + decay_bias), not below least_step nor above most_step
+        H = exp(decay * step) H + B (step x)^T
+        out = H^T C + mixer_skip x
+
+    The layer gives ``norm(out * silu(z))``, with ``norm_first`` ``norm(out) * silu(z)``. It is an
+    RMS norm of each group's features, and is there where there is a ``mixer_norm_gamma``.
+
+    Parameters
+    ----------
+    num_groups, num_heads, key_size, value_size : int
+        Sizes; a group is of ``num_heads / num_groups`` consecutive heads.
+    taps : int
+        Tokens that the convolution sees, the token's own among them.
+    norm_first : bool
+        Whether the norm is before the gate.
+    least_step, most_step : float
+        Limits of steps, from 0 on; infinity is none.
+    """
+
+    num_groups: int
+    num_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+    norm_first: bool = False
+    least_step: float = 0.0
+    most_step: float = math.inf
+    kind: Literal["mamba2"] = "mamba2"
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        op = "Mamba2"
+        check_choice(op, "kind", self.kind, ("mamba2",))
+        for name in ("num_groups", "num_heads"):
+            check_int(op, name, getattr(self, name), 1, 1 << 16, limits="1 to 2^16")
+        for name in ("key_size", "value_size"):
+            check_int(op, name, getattr(self, name), 1, 1024, limits="1 to 1024")
+        check_int(op, "taps", self.taps, 1, _MOST_TAPS, limits="1 to 16")
+        check_bool(op, "norm_first", self.norm_first)
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"{op}: num_groups is {self.num_groups}; expected a divisor of "
+                f"num_heads = {self.num_heads}"
+            )
+        if not 0 <= self.least_step <= self.most_step:
+            raise ValueError(
+                f"{op}: least_step and most_step are {self.least_step} and {self.most_step}; "
+                "expected 0 to infinity, in ascending order"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Features that the convolution sees: x, B and C."""
+        return self.mixed + 2 * self.num_groups * self.key_size
+
+    @property
+    def projected(self) -> int:
+        """Features that the layer's first projection gives."""
+        return self.mixed + self.channels + self.num_heads
+
+    @property
+    def mixed(self) -> int:
+        """Features that its last projection takes."""
+        return self.num_heads * self.value_size
+
+    @property
+    def state_size(self) -> int:
+        """Float32 numbers of a sequence's state: the convolution's, then H of each head."""
+        return (self.taps - 1) * self.channels + self.mixed * self.key_size
+
+
+Mixer = ShortConvolution | GatedDeltaRule | Mamba2
 _KINDS: dict[str, Any] = {
     "short_convolution": ShortConvolution,
     "gated_delta_rule": GatedDeltaRule,
+    "mamba2": Mamba2,
 }
+# Numbers of a model without Mamba-2: see ``mixer_numbers``.
+NO_MIXER_NUMBERS = [0.0, 0.0]
 
 
 def _mixer(op: str, value: object) -> Mixer | None:
     if isinstance(value, Mapping) and value.get("kind") in _KINDS:  # as dataclasses.asdict() is
         made: Mixer = _KINDS[value["kind"]](**value)
         return made
-    if value is None or isinstance(value, (ShortConvolution, GatedDeltaRule)):
+    if value is None or isinstance(value, (ShortConvolution, GatedDeltaRule, Mamba2)):
         return value
     raise TypeError(
         f"{op}: mixers has an entry of type {type(value).__name__}; expected ShortConvolution, "
-        "GatedDeltaRule or None"
+        "GatedDeltaRule, Mamba2 or None"
     )
 
 
@@ -160,12 +252,27 @@ def checked_mixers(op: str, values: Sequence[object], num_layers: int) -> tuple[
     return mixers
 
 
-def mixer_numbers(mixers: Sequence[Mixer | None]) -> list[int]:
+def mixer_sizes(mixers: Sequence[Mixer | None]) -> list[int]:
     """Return the layers' mixer as the ops take it: kind, heads, sizes and taps; zeros: none."""
-    found = next((mixer for mixer in mixers if mixer is not None), None)
+    found = _the_mixer(mixers)
     if isinstance(found, ShortConvolution):
         return [1, 0, 0, 0, 0, found.taps]
     if isinstance(found, GatedDeltaRule):
         sizes = [found.num_key_heads, found.num_value_heads, found.key_size, found.value_size]
         return [2, *sizes, found.taps]
+    if isinstance(found, Mamba2):
+        sizes = [found.num_groups, found.num_heads, found.key_size, found.value_size]
+        return [3, *sizes, found.taps]
     return [0] * 6
+
+
+def mixer_numbers(mixers: Sequence[Mixer | None]) -> tuple[bool, list[float]]:
+    """Return, of Mamba-2, whether its norm is before the gate, and the limits of its steps."""
+    found = _the_mixer(mixers)
+    if not isinstance(found, Mamba2):
+        return False, NO_MIXER_NUMBERS
+    return found.norm_first, [found.least_step, found.most_step]
+
+
+def _the_mixer(mixers: Sequence[Mixer | None]) -> Mixer | None:
+    return next((mixer for mixer in mixers if mixer is not None), None)

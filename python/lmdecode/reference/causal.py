@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
-from lmdecode.decoder.mixers import GatedDeltaRule, ShortConvolution
+from lmdecode.decoder.mixers import GatedDeltaRule, Mamba2, ShortConvolution
 from lmdecode.reference.decoder import activated, feed_forward, normed
 from lmdecode.reference.experts import experts, experts_beside
-from lmdecode.reference.mixers import gated_delta_rule, short_convolution
+from lmdecode.reference.mixers import gated_delta_rule, mamba2, short_convolution
 
 __all__ = ["CausalCache", "causal_logits"]
 
@@ -111,6 +111,8 @@ def _mixed(
     state = cache[number] if number < len(cache) else None
     if isinstance(mixer, ShortConvolution):
         out, state = short_convolution(mixer, w, projected, state)
+    elif isinstance(mixer, Mamba2):
+        out, state = mamba2(mixer, w, config.norm_epsilon, projected, state)
     else:
         assert isinstance(mixer, GatedDeltaRule)
         out, state = gated_delta_rule(mixer, w, config.norm_epsilon, projected, state)

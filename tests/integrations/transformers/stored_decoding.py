@@ -15,9 +15,10 @@ from tests.support.causal_models import random_model, random_tokens
 
 # All layers full, all with a window, some of either; and positions in the embedding.
 LLAMA, MISTRAL, GEMMA = ("llama", "plain"), ("mistral", "window"), ("gemma3_text", "plain")
-# Layers with a state: short convolutions, and the gated delta rule with them.
+# Layers with a state: short convolutions, and the gated delta rule and Mamba-2 with them.
 LFM, QWEN = ("lfm2", "convolutions at the ends"), ("qwen3_5_text", "delta rule last, biases")
-WITH_STATES = (LFM, QWEN)
+GRANITE = ("granitemoehybrid", "experts, multipliers")
+WITH_STATES = (LFM, QWEN, GRANITE)
 # Heads of two sizes; keys that layers share, and keys that are values.
 SHARED = ("gemma4_text", "shared keys, inputs of layers")
 TWO_SIZES = (SHARED, ("gemma4_text", "values are keys, biases, untied"))

@@ -137,8 +137,8 @@ class LayerModules(NamedTuple):
     ffn_gate, ffn_up
         If both are the same module, its outputs are the gate's, then the other's. None: no gate.
     mixer, convolution, delta_rule
-        A mixer's sizes, the module of its convolution, and of a ``GatedDeltaRule`` the module that
-        has ``A_log``, ``dt_bias`` and ``norm``.
+        A mixer's sizes, the module of its convolution, and of a ``GatedDeltaRule`` or a ``Mamba2``
+        the module that has ``A_log``, ``dt_bias`` and ``norm``, of a ``Mamba2`` ``D``, too.
     experts : ExpertModules or None
         Where there are any, ``ffn_up`` and so on are the shared expert's, or None.
     sinks

@@ -18,6 +18,10 @@ from lmdecode.integrations.transformers.decoding.causal_models.gemma4 import (
     gemma4_text_part,
     gemma4_trunk,
 )
+from lmdecode.integrations.transformers.decoding.causal_models.mamba2 import (
+    granitemoehybrid_layer,
+    granitemoehybrid_trunk,
+)
 from lmdecode.integrations.transformers.decoding.causal_models.state_layers import (
     lfm2_layer,
     lfm2_trunk,
@@ -243,6 +247,12 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     ),
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, layer=_granitemoe_layer, experts=_chosen_experts),
+    "granitemoehybrid": replace(
+        _GRANITE,
+        trunk=granitemoehybrid_trunk,
+        layer=granitemoehybrid_layer,
+        experts=_chosen_experts,
+    ),
     "granitemoeshared": replace(_GRANITE, layer=_granitemoeshared_layer, experts=_chosen_experts),
     "lfm2": _LFM2,
     "lfm2_moe": replace(_LFM2, experts=_sigmoid_experts),

@@ -15,6 +15,7 @@ from lmdecode.decoder.causal_config import (
     CausalLayerWeights,
     CausalWeights,
 )
+from lmdecode.decoder.mixers import Mamba2
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
     Architecture,
     ExpertModules,
@@ -436,7 +437,10 @@ class _Reader:
             assert decay is not None
             weights["decay"] = -wide(decay).exp()
             weights["decay_bias"] = decay_bias
-            weights["mixer_norm_gamma"] = self._weight(delta.norm)
+            if getattr(delta.norm, "weight", None) is not None:
+                weights["mixer_norm_gamma"] = self._weight(delta.norm)
+            if isinstance(modules.mixer, Mamba2):
+                weights["mixer_skip"] = self._parameter(delta, "D")
         return weights
 
     def _check_modules(self) -> None:
@@ -465,7 +469,8 @@ class _Reader:
             if layer.sinks:
                 read.add(id(layer.attention.sinks))
             if layer.delta_rule is not None:
-                read |= {id(layer.delta_rule.A_log), id(layer.delta_rule.dt_bias)}
+                parameters = ("A_log", "dt_bias", "D")
+                read |= {id(getattr(layer.delta_rule, name, None)) for name in parameters}
             for name in _NORMS:
                 norm = getattr(layer, name)
                 has_bias = getattr(norm, "bias", None) is not None
@@ -473,7 +478,7 @@ class _Reader:
                     raise refused(f"{self.names[norm]} has a bias; expected none")
                 modules.append(norm)
             modules.append(layer.convolution)
-            if layer.delta_rule is not None:
+            if layer.delta_rule is not None and hasattr(layer.delta_rule.norm, "weight"):
                 modules.append(layer.delta_rule.norm)
         for module in linears:
             if type(module) not in (torch.nn.Linear, Conv1D):

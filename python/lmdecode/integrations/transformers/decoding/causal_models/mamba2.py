@@ -1,0 +1,71 @@
+"""Modules of architectures with Mamba-2 layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmdecode.decoder.mixers import Mamba2
+from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
+    ExpertModules,
+    LayerModules,
+    Trunk,
+    refused,
+)
+
+__all__ = ["granitemoehybrid_layer", "granitemoehybrid_trunk"]
+
+
+def _mamba2(module: Any) -> Mamba2:
+    """Return the sizes of a module with Mamba-2."""
+    if module.activation not in ("silu", "swish"):
+        raise refused(f"the activation of Mamba-2 is {module.activation!r}; expected silu")
+    least, most = module.time_step_limit
+    return Mamba2(
+        module.n_groups,
+        module.num_heads,
+        module.ssm_state_size,
+        module.head_dim,
+        module.conv_kernel_size,
+        norm_first=bool(getattr(module.norm, "norm_before_gate", False)),
+        least_step=float(least),
+        most_step=float(most),
+    )
+
+
+def granitemoehybrid_trunk(model: Any) -> Trunk:
+    """Return the modules of Granite 4, whose attention need not have positions."""
+    body = model.model
+    return Trunk(body, body.embed_tokens, body.layers, body.norm, rotary=body.rotary_emb)
+
+
+def granitemoehybrid_layer(layer: Any) -> LayerModules:
+    """Return the modules of a layer of Granite 4, with attention or with Mamba-2.
+
+    Behind it are experts and a shared one, or a feed-forward layer alone.
+    """
+    if layer.mamba is None:
+        attention = layer.self_attn
+        modules = LayerModules(
+            attention=attention,
+            qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+            attention_out=attention.o_proj,
+        )
+    else:
+        mamba = layer.mamba
+        modules = LayerModules(
+            attention=None,
+            qkv=(mamba.in_proj,),
+            attention_out=mamba.out_proj,
+            mixer=_mamba2(mamba),
+            convolution=mamba.conv1d,
+            delta_rule=mamba,
+        )
+    ffn, moe = layer.shared_mlp, layer.block_sparse_moe
+    return modules._replace(
+        attention_norm=layer.input_layernorm,
+        ffn_norm=layer.post_attention_layernorm,
+        ffn_gate=ffn.input_linear,
+        ffn_up=ffn.input_linear,
+        ffn_down=ffn.output_linear,
+        experts=None if moe is None else ExpertModules(moe.router, moe.experts),
+    )
