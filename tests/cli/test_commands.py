@@ -153,6 +153,20 @@ def test_a_draft_changes_nothing(
     assert engines[0].stats.drafted_tokens == 0 < counts.accepted_tokens <= counts.drafted_tokens
 
 
+def test_a_draft_with_other_padding(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    padded = shutil.copytree(KJV, tmp_path / "padded")
+    small = transformers.AutoModelForCausalLM.from_pretrained(KJV)
+    vocab = small.config.vocab_size
+    small.resize_token_embeddings(vocab + 8, mean_resizing=False)
+    small.save_pretrained(padded)
+    assert lmdecode.Decoding.from_pretrained(padded).config.vocab_size == vocab + 8
+    options = ["--max-tokens", 20, "--seed", 5, "--raw"]
+    told = run(capsys, model, "In the beginning", *options)
+    assert run(capsys, model, "In the beginning", *options, "--draft", padded) == told
+
+
 def test_a_draft_of_other_tokens(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 import lmdecode
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from tests.support.causal_models import CASES, PAD, VOCAB, random_model, random_tokens
-from tests.support.drafts import counted, decoding_of, noisy
+from tests.support.drafts import counted, decoding_of, noisy, padded
 from tests.support.word_tokenizer import word_tokenizer
 
 LLAMA = ("llama", "plain")
@@ -168,6 +168,61 @@ def test_with_a_store(architecture: str, variant: str, tmp_path: Path) -> None:
         tokens = engine.submit(ids[0], max_new_tokens=40).result().tokens
         assert tokens == expected[0, 60:].tolist()
         assert engine.stats.cached_tokens > 0 < engine.stats.accepted_tokens
+
+
+@pytest.mark.parametrize("vocab", [VOCAB - 1, VOCAB + 1])
+@pytest.mark.parametrize(("architecture", "variant"), FEW)
+def test_a_vocabulary_with_other_padding(
+    architecture: str, variant: str, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same weights draft what the model chooses, whichever tokens only one of them has."""
+    decoding, draft = decoding_of(architecture, variant), padded(architecture, variant, vocab)
+    model = decoding.model.config.get_text_config()
+    assert draft.decoder.config.vocab_size == vocab != model.vocab_size == VOCAB
+    for options in ({}, {"do_sample": True, "temperature": 1.3, "seed": 3}):
+        options = {**inputs(), "max_new_tokens": 41, **options}
+        if vocab < VOCAB:
+            options["suppress_tokens"] = [VOCAB - 1]
+        expected = decoding.generate(**options)
+        with monkeypatch.context() as patch:
+            steps = counted(patch, decoding.decoder)
+            got = decoding.generate(**options, assistant_model=draft, **SURE)
+        assert got.equal(expected)
+        assert steps.count(6) == 6  # 36 of the tokens, as without padding
+
+
+@pytest.mark.parametrize("place", ["prompt", "text"])
+def test_a_token_that_the_assistant_does_not_have(place: str) -> None:
+    decoding, draft = decoding_of(*LLAMA), padded(*LLAMA, VOCAB - 1)
+    of, odd = inputs(2), VOCAB - 1
+    if place == "prompt":
+        of["input_ids"][0, 7] = odd
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "seed": 2, **of}
+    if place == "text":
+        options["sequence_bias"] = {(odd,): 4.0}
+    expected = decoding.generate(**options)
+    if place == "text":
+        assert (expected[:, 24:] == odd).any(1).all()
+    for more in ({}, {"return_dict_in_generate": True, "output_logits": True}):
+        got = decoding.generate(**options, **more, assistant_model=draft, **SURE)
+        assert (got if isinstance(got, torch.Tensor) else got.sequences).equal(expected)
+
+
+def test_tokenizers_tell_that_tokens_are_the_same() -> None:
+    decoding, draft = decoding_of(*LLAMA), padded(*LLAMA, 60)
+    known, other = word_tokenizer(60), word_tokenizer(59)
+    expected = decoding.generate(**inputs(2), max_new_tokens=30)
+    with pytest.raises(ValueError, match="has a vocabulary of 60 tokens; expected 101, that of"):
+        decoding.generate(**inputs(2), max_new_tokens=30, assistant_model=draft)
+    options: dict[str, Any] = {"max_new_tokens": 30, "assistant_model": draft, **inputs(2)}
+    got = decoding.generate(**options, tokenizer=known, assistant_tokenizer=word_tokenizer(60))
+    assert got.equal(expected)
+    for wrong in (
+        {"tokenizer": known, "assistant_tokenizer": other},
+        {"assistant_tokenizer": known},
+    ):
+        with pytest.raises(ValueError, match=r"^assistant_tokenizer: expected None, a mod"):
+            decoding.generate(**options, **wrong)
 
 
 @pytest.mark.parametrize(

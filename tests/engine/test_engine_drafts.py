@@ -21,8 +21,8 @@ from tests.engine.engine_cases import (
     outcome,
     prompt_of,
 )
-from tests.support.causal_models import POSITIONS, random_tokens
-from tests.support.drafts import decoding_of, noisy
+from tests.support.causal_models import POSITIONS, VOCAB, random_tokens
+from tests.support.drafts import decoding_of, noisy, padded
 
 LLAMA = ("llama", "plain")
 CASES = [
@@ -95,6 +95,14 @@ def test_assistants_of_another_kind(assistant: tuple[str, str]) -> None:
     decoding = decoding_of(*LLAMA)
     got, engine = draw(decoding, assistant_model=noisy(*assistant), **SURE)
     assert got == draw(decoding)[0] and is_empty(drafts_of(engine))
+
+
+@pytest.mark.parametrize("vocab", [VOCAB - 1, VOCAB + 1])
+def test_assistants_with_other_padding(vocab: int) -> None:
+    decoding = decoding_of(*LLAMA)
+    got, engine = draw(decoding, assistant_model=padded(*LLAMA, vocab), **SURE)
+    assert got == draw(decoding)[0] and is_empty(drafts_of(engine))
+    assert engine.stats.accepted_tokens > 0.8 * engine.stats.drafted_tokens
 
 
 def test_the_model_itself_is_always_right() -> None:

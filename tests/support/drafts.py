@@ -13,7 +13,7 @@ import lmdecode
 from lmdecode.decoder.causal_caches import CausalCaches
 from tests.support.causal_models import random_model
 
-__all__ = ["counted", "decoding_of", "noisy"]
+__all__ = ["counted", "decoding_of", "noisy", "padded"]
 
 
 @functools.cache
@@ -31,6 +31,18 @@ def noisy(architecture: str, variant: str, size: float = 0.1, **options: Any) ->
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter += size * parameter.std() * noise if parameter.numel() > 1 else 0.0
+    return lmdecode.Decoding.from_pretrained(model, **options)
+
+
+@functools.cache
+def padded(architecture: str, variant: str, vocab: int, **options: Any) -> lmdecode.Decoding:
+    """Return a model of one of ``CASES`` with more or fewer tokens; the new ones are likely."""
+    model = copy.deepcopy(random_model(architecture, variant))
+    had = model.config.vocab_size
+    model.resize_token_embeddings(vocab, mean_resizing=False)
+    with torch.no_grad():
+        for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+            part.weight[had:] = 9.0 * part.weight[: max(0, vocab - had)]
     return lmdecode.Decoding.from_pretrained(model, **options)
 
 

@@ -13,6 +13,7 @@ import torch
 from lmdecode._checks import MAX_INT
 from lmdecode.cli.errors import CommandError
 from lmdecode.cli.terminal import busy
+from lmdecode.decoder.engine.draft_options import is_padding
 from lmdecode.serving.text_model import TextModel, is_causal
 
 __all__ = [
@@ -141,7 +142,7 @@ def drafts_of(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:
         raise CommandError(f"--draft is {given.draft}; expected a decoder-only model")
     vocabularies = [each.tokenizer.inner.get_vocab() for each in (draft, model)]
     sizes = [each.decoding.config.vocab_size for each in (draft, model)]
-    if vocabularies[0] != vocabularies[1] or sizes[0] != sizes[1]:
+    if vocabularies[0] != vocabularies[1] or not is_padding(*sizes):
         raise CommandError(
             f"--draft is {given.draft}, with {sizes[0]} tokens; expected a model with the "
             f"{sizes[1]} tokens of {given.model}"

@@ -143,10 +143,10 @@ class Batches:
             Of a decoder-only model, opened with ``fingerprint()``: prompts that are stored need not
             be read.
         assistant_model : Decoding, optional
-            A smaller decoder-only model with the same vocabulary, for a decoder-only model. It
-            drafts tokens, which a step reads at once. Texts are bitwise the same as without. More
-            than 8 texts at once have no drafts. Its keys and values take memory for as many
-            requests.
+            A smaller decoder-only model with the same tokens, for a decoder-only model. Its
+            vocabulary may be padded differently, by 1 % at most. It drafts tokens, which a step
+            reads at once. Texts are bitwise the same as without. More than 8 texts at once have no
+            drafts. Its keys and values take memory for as many requests.
         num_assistant_tokens : int, optional
             Number of tokens of a draft, 1 to 1024; 5 by default.
         assistant_confidence_threshold : float, optional

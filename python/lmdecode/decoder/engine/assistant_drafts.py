@@ -1,4 +1,4 @@
-"""Drafts by an assistant: a smaller model with the same vocabulary."""
+"""Drafts by an assistant: a smaller model with the same tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lmdecode.decoder.causal_caches import CHECKPOINT_INTERVAL, CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
@@ -36,6 +37,9 @@ class Assistant:
     ----------
     model : PackedCausalModel
         The assistant.
+    vocab_size : int
+        Number of tokens of the model whose texts these are. The assistant may have more or fewer:
+        vocabularies of one tokenizer are padded differently.
     cache_dtype : str
         Format of its keys and values.
     num_tokens : int
@@ -48,6 +52,7 @@ class Assistant:
     """
 
     model: PackedCausalModel
+    vocab_size: int
     cache_dtype: str
     num_tokens: int
     confidence_threshold: float
@@ -116,7 +121,8 @@ class AssistantDrafts:
 
     The assistant reads the prompts with caches of its own. A text has drafts once its prompt is
     read; prompts with a common prefix share it, as those of an ``Engine`` do. A text beyond the
-    assistant's positions has none.
+    assistant's positions has none, and one with tokens that the assistant does not have has none
+    from there on.
 
     Parameters
     ----------
@@ -146,7 +152,7 @@ class AssistantDrafts:
         )
         self._places = Places(self._caches)
         self._reader: PromptReader[ReadSequence] = PromptReader(self._places, None)
-        self._sampler = CompactSampler(rows, settings.model.config.vocab_size, dialect)
+        self._sampler = CompactSampler(rows, settings.vocab_size, dialect)
         self._texts: dict[int, _Text] = {}
         self._sampled: list[_Text] = []  # by their rows of the sampler
         threshold = settings.confidence_threshold
@@ -156,7 +162,7 @@ class AssistantDrafts:
         self, row: int, prompt: Sequence[int], rules: RowRules, ends: Collection[int]
     ) -> None:
         """See ``DraftSource``."""
-        if len(prompt) > self._capacity:
+        if len(prompt) > self._capacity or max(prompt) >= self._settings.model.config.vocab_size:
             return
         sequence = ReadSequence(tuple(prompt))
         text = self._texts[row] = _Text(sequence, ends, self._settings.num_tokens)
@@ -207,7 +213,7 @@ class AssistantDrafts:
             if text is None or not new:
                 continue
             if any(not 0 <= token < vocab or token in text.ends for token in new):
-                self.end(row)  # a text that has ended
+                self.end(row)  # a text that has ended, or that the assistant cannot read
                 continue
             right = common_length(text.draft, new)
             at = self._sampled.index(text)
@@ -252,7 +258,7 @@ class AssistantDrafts:
             tokens = self._sampled[row].unread()
             ids += tokens
             entries.append((self._sampled[row].sequence.places[0], len(tokens), 0, 1))
-        logits = self._forward(ids, entries)
+        logits = self._of_model(self._forward(ids, entries))
         going: list[int] = []
         begin = 0
         # Rows of the sampler that follow each other are a step of it.
@@ -262,6 +268,13 @@ class AssistantDrafts:
             going += self._choose(run, logits[begin:end], rooms)
             begin = end
         return going
+
+    def _of_model(self, logits: Tensor) -> Tensor:
+        """Return logits of the model's tokens: -inf where the assistant has none."""
+        missing = self._settings.vocab_size - logits.shape[1]
+        if not missing:
+            return logits
+        return functional.pad(logits, (0, missing), value=-math.inf).contiguous()
 
     def _choose(self, run: list[int], logits: Tensor, rooms: dict[_Text, int]) -> list[int]:
         has_threshold = self._threshold > -math.inf

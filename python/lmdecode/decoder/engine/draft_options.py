@@ -10,13 +10,19 @@ from lmdecode.decoder.engine.assistant_drafts import Assistant
 from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.decoder.engine.lookup_drafts import PromptLookup
 
-__all__ = ["drafting_of"]
+__all__ = ["drafting_of", "is_padding"]
 
 _NUM_TOKENS = 5
 _CONFIDENCE_THRESHOLD = 0.4
 _SCHEDULES = ("constant", "heuristic_transient")
 _MOST = 1 << 10  # tokens of an assistant's draft
 _MATCHING_NGRAM = 2  # the default of transformers
+_PADDING = 0.01  # of a vocabulary: of Qwen 2.5's 0.1 %, of Gemma 3's 0.03 %, of Pythia's 0.8 %
+
+
+def is_padding(size: int, other: int) -> bool:
+    """Tell whether two sizes of a vocabulary may differ by its padding alone."""
+    return abs(size - other) <= _PADDING * max(size, other)
 
 
 def drafting_of(
@@ -29,6 +35,7 @@ def drafting_of(
     num_assistant_tokens_schedule: str | None = None,
     prompt_lookup_num_tokens: int | None = None,
     max_matching_ngram_size: int | None = None,
+    has_same_tokens: bool = False,
 ) -> Drafting | None:
     """Return the settings of drafts; None: there are none.
 
@@ -42,6 +49,9 @@ def drafting_of(
         See ``Decoding.engine``.
     num_assistant_tokens_schedule, prompt_lookup_num_tokens, max_matching_ngram_size
         See ``Decoding.engine``.
+    has_same_tokens
+        The model and the assistant are known to have one tokenizer: their vocabularies may be of
+        any sizes.
 
     Raises
     ------
@@ -69,10 +79,10 @@ def drafting_of(
         expected = "a lmdecode.Decoding of a decoder-only model"
         raise type_error(op, "assistant_model", assistant_model, expected)
     vocab, own = model.config.vocab_size, assistant.config.vocab_size
-    if own != vocab:
+    if not has_same_tokens and not is_padding(own, vocab):
         raise ValueError(
             f"{op}: assistant_model has a vocabulary of {own} tokens; expected {vocab}, that of "
-            "the model"
+            f"the model, or so with padding, at most {_PADDING:.0%} more or fewer"
         )
     count, threshold = num_assistant_tokens, assistant_confidence_threshold
     count = _NUM_TOKENS if count is None else count
@@ -84,4 +94,4 @@ def drafting_of(
         raise ValueError(f"{op}: assistant_confidence_threshold is {threshold}; expected 0 to 1")
     schedule: Any = num_assistant_tokens_schedule or _SCHEDULES[0]
     check_choice(op, "num_assistant_tokens_schedule", schedule, _SCHEDULES)
-    return Assistant(assistant, assistant_model.cache_dtype, count, threshold, schedule)
+    return Assistant(assistant, vocab, assistant_model.cache_dtype, count, threshold, schedule)

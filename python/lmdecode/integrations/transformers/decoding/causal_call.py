@@ -183,7 +183,9 @@ def _drafting(
             f"prompt_lookup_num_tokens: expected None, an assistant_model drafts, got "
             f"{lookup.num_tokens}"
         )
-    refuse_other_drafts(config, arguments.get("assistant_tokenizer"))
+    tokenizer, own = arguments.get("tokenizer"), arguments.get("assistant_tokenizer")
+    has_same_tokens = own is not None and _have_same_tokens(tokenizer, own)
+    refuse_other_drafts(config, None if has_same_tokens else own)
     # generate() has filled the gaps of its config with values of its own.
     given = arguments.get("generation_config")
     options: dict[str, Any] = {}
@@ -193,7 +195,15 @@ def _drafting(
             options[name] = getattr(given, name, None)
         if options[name] is None and isinstance(assistant, PackedDecoding):
             options[name] = assistant._generation_default(name)
-    return drafting_of(_OP, packed, assistant_model=assistant, **options)
+    return drafting_of(
+        _OP, packed, assistant_model=assistant, has_same_tokens=has_same_tokens, **options
+    )
+
+
+def _have_same_tokens(*tokenizers: Any) -> bool:
+    """Tell whether two tokenizers of transformers have the same tokens."""
+    first, second = (each.get_vocab() if hasattr(each, "get_vocab") else {} for each in tokenizers)
+    return bool(first) and first == second
 
 
 def causal_call(
