@@ -18,7 +18,8 @@ CMAKE_ARGS="-DGGML_NATIVE=ON" "$pip" install --no-binary llama-cpp-python \
   llama-cpp-python gguf safetensors numpy
 # torch pinned in the same command: what asks for a newer one would fetch its CUDA packages.
 environment openvino
-"$pip" install torch==2.13.0 openvino nncf optimum-intel
+# optimum-intel exports Qwen 3.5 from this release of transformers alone.
+"$pip" install torch==2.13.0 openvino nncf optimum-intel "transformers==5.2.*"
 "$pip" uninstall --yes torchvision  # of no use here, and it cannot be imported beside a CPU build
 environment torchao
 "$pip" install torch==2.13.0 "transformers>=5.0" numpy torchao

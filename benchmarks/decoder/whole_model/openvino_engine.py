@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import openvino
+import openvino.opset13 as ops
 
 from benchmarks.decoder.whole_model.engine import Engine
 
@@ -52,6 +53,18 @@ def _exported(folder: Path, weights: str) -> Path:
     return to
 
 
+def _for_last_tokens(model: openvino.Model) -> openvino.Model:
+    """Let a model compute the logits behind the last tokens alone, as openvino-genai does."""
+    head = model.output("logits").get_node()
+    while head.get_type_name() != "MatMul":
+        head = head.input_value(0).get_node()
+    begin, end, one = (ops.constant([value], np.int64) for value in (-1, 2**63 - 1, 1))
+    last = ops.slice(head.input_value(0), begin, end, one, one)
+    head.input(0).replace_source_output(last.output(0))
+    model.validate_nodes_and_infer_types()
+    return model
+
+
 class OpenVinoEngine(Engine):
     """A stateful model, whose state grows and cannot be cut: steps go on from each other."""
 
@@ -67,7 +80,8 @@ class OpenVinoEngine(Engine):
         if precision is not None:
             options["INFERENCE_PRECISION_HINT"] = precision
         file = _exported(folder, weights) / "openvino_model.xml"
-        model = openvino.Core().compile_model(str(file), "CPU", options)
+        core = openvino.Core()
+        model = core.compile_model(_for_last_tokens(core.read_model(file)), "CPU", options)
         self._inputs = {name for i in model.inputs for name in i.get_names()}
         self._request = model.create_infer_request()
 
