@@ -12,6 +12,7 @@ from lmdecode.decoder.config import ActivationName, Norm
 from lmdecode.decoder.mixers import Mixer
 
 __all__ = [
+    "NORMS",
     "Architecture",
     "ExpertModules",
     "LayerModules",
@@ -176,6 +177,12 @@ class LayerModules(NamedTuple):
     experts_out_norm: Any = None
     shared_out_norm: Any = None
     scale: tuple[Any, str] | None = None
+
+
+# The fields of ``LayerModules`` that are norms.
+NORMS = ("attention_norm", "attention_out_norm", "query_norm", "key_norm", "ffn_norm",
+         "ffn_out_norm", "per_layer_out_norm", "experts_norm", "experts_out_norm",
+         "shared_out_norm")  # fmt: skip
 
 
 def gated_ffn(ffn: Any) -> dict[str, Any]:

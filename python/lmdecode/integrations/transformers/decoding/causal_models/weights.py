@@ -17,6 +17,7 @@ from lmdecode.decoder.causal_config import (
 )
 from lmdecode.decoder.mixers import Mamba2
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
+    NORMS,
     Architecture,
     ExpertModules,
     LayerModules,
@@ -36,6 +37,9 @@ from lmdecode.integrations.transformers.decoding.causal_models.heads import (
     heads_of,
     per_layer_numbers,
 )
+from lmdecode.integrations.transformers.decoding.causal_models.module_checks import (
+    check_modules,
+)
 from lmdecode.integrations.transformers.decoding.causal_models.values import (
     chunks,
     floats,
@@ -48,10 +52,6 @@ __all__ = ["causal_model_of", "refuse_rope_types"]
 
 # The types of rotary embeddings whose frequencies do not depend on the length of the text.
 _ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
-
-_NORMS = ("attention_norm", "attention_out_norm", "query_norm", "key_norm", "ffn_norm",
-          "ffn_out_norm", "per_layer_out_norm", "experts_norm", "experts_out_norm",
-          "shared_out_norm")  # fmt: skip
 
 
 def refuse_rope_types(config: Any) -> None:
@@ -156,7 +156,9 @@ class _Reader:
         self.names = {module: name for name, module in model.named_modules()}
         self.experts = experts_config(architecture, self.config, self.layers)
         self._check(model)
-        self._check_modules()
+        check_modules(
+            self.trunk, self.head, self.layers, self.names, is_read_by_name=read is not None
+        )
 
     def _check(self, model: Any) -> None:
         if getattr(model, "is_quantized", False):
@@ -391,7 +393,7 @@ class _Reader:
         elif modules.ffn_gate is not None:
             gate, gate_bias = self._linear(modules.ffn_gate)
         norms = {}
-        for name in _NORMS:
+        for name in NORMS:
             gamma, beta = self._norm(getattr(modules, name))
             norms[f"{name}_gamma"] = gamma
             if f"{name}_beta" in CausalLayerWeights._fields:
@@ -442,64 +444,3 @@ class _Reader:
             if isinstance(modules.mixer, Mamba2):
                 weights["mixer_skip"] = self._parameter(delta, "D")
         return weights
-
-    def _check_modules(self) -> None:
-        """Raise ValueError for unexpected modules, and for parameters that are not read."""
-        trunk = self.trunk
-        modules = [trunk.embedding, trunk.final_norm, trunk.positions]
-        linears, read = [self.head], set[int]()
-        if trunk.per_layer is not None:
-            modules += [trunk.per_layer.embedding, trunk.per_layer.norm]
-            linears.append(trunk.per_layer.projection)
-        for layer in self.layers:
-            linears += [part.module if isinstance(part, Rows) else part for part in layer.qkv]
-            linears.append(layer.attention_out)
-            ffn = (layer.ffn_gate, layer.ffn_up, layer.ffn_down)
-            linears += [module for module in ffn if module is not None]
-            if layer.experts is not None:
-                shared_gate = layer.experts.shared_gate
-                linears += [] if shared_gate is None else [shared_gate]
-                modules.append(layer.experts.router)
-                read |= {id(parameter) for parameter in layer.experts.experts.parameters()}
-                if layer.experts.choice_bias is not None:
-                    read.add(id(getattr(*layer.experts.choice_bias)))
-                for around in (layer.experts.router_norm, layer.experts.scales):
-                    read |= set() if around is None else {id(getattr(*around))}
-            linears += [] if layer.per_layer is None else list(layer.per_layer)
-            if layer.sinks:
-                read.add(id(layer.attention.sinks))
-            if layer.delta_rule is not None:
-                parameters = ("A_log", "dt_bias", "D")
-                read |= {id(getattr(layer.delta_rule, name, None)) for name in parameters}
-            for name in _NORMS:
-                norm = getattr(layer, name)
-                has_bias = getattr(norm, "bias", None) is not None
-                if has_bias and f"{name}_beta" not in CausalLayerWeights._fields:
-                    raise refused(f"{self.names[norm]} has a bias; expected none")
-                modules.append(norm)
-            modules.append(layer.convolution)
-            if layer.delta_rule is not None and hasattr(layer.delta_rule.norm, "weight"):
-                modules.append(layer.delta_rule.norm)
-        for module in linears:
-            if type(module) not in (torch.nn.Linear, Conv1D):
-                raise refused(
-                    f"{self.names[module]} is a {type(module).__name__}; expected a torch.nn.Linear"
-                )
-        modules = [module for module in (*modules, *linears) if module is not None]
-        for module in modules:
-            weight = module.weight
-            is_there = self.read_parameter is not None or not weight.is_meta
-            if not weight.is_floating_point() or not is_there:
-                come = f"of {weight.dtype}" if is_there else "not loaded"
-                raise refused(f"the weights of {self.names[module]} are {come}; expected floats")
-        read |= {
-            id(parameter) for module in modules for parameter in module.parameters(recurse=False)
-        }
-        others = [
-            name for name, parameter in trunk.root.named_parameters() if id(parameter) not in read
-        ]
-        if others:
-            raise refused(
-                f"model has {len(others)} parameters that its type does not have, {others[0]} "
-                "the first; expected none"
-            )
