@@ -49,9 +49,8 @@ def is_empty(drafts: AssistantDrafts) -> bool:
     """Whether nothing of any text is kept."""
     return (
         not drafts._texts
-        and not drafts._sampled
         and not drafts._reader.sequences
-        and drafts._sampler.count == 0
+        and drafts._rows.is_empty
         and drafts._places.num_free == drafts._caches.sequences
     )
 

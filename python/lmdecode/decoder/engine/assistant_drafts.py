@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,23 +12,18 @@ from torch.nn import functional
 
 from lmdecode.decoder.causal_caches import CHECKPOINT_INTERVAL, CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.engine.draft_rows import ChosenDrafts, DraftedText, DraftRows
 from lmdecode.decoder.engine.drafts import DraftAsk
-from lmdecode.decoder.engine.places import Places, common_length
+from lmdecode.decoder.engine.places import Places
 from lmdecode.decoder.engine.prompts import PromptReader, add_parts
 from lmdecode.decoder.engine.sequences import ReadSequence
-from lmdecode.sampling.compact import CompactSampler
 from lmdecode.sampling.sampler_rows import RowRules
 
 __all__ = ["Assistant", "AssistantDrafts"]
 
-_MOST_GROWTH = 4  # of a draft's length, by the heuristic
-# 20 rows of a product take 2.4 times as long as 4 on two cores with VNNI, and 5 1.25 times as long
-# as 1: see benchmarks/results/drafts.md.
-_MOST_ROWS = 16
-
 
 @dataclass(frozen=True)
-class Assistant:
+class Assistant(ChosenDrafts):
     """Settings of an assistant, a ``Drafting``.
 
     Attributes
@@ -42,31 +35,11 @@ class Assistant:
         vocabularies of one tokenizer are padded differently.
     cache_dtype : str
         Format of its keys and values.
-    num_tokens : int
-        Number of tokens of a draft.
-    confidence_threshold : float
-        A draft ends with a token of a lower probability; 0: with none.
-    schedule : {"constant", "heuristic_transient"}
-        "heuristic_transient": a text's drafts get 2 tokens longer, up to 4 times ``num_tokens``,
-        when all were accepted, and else a token shorter.
     """
 
     model: PackedCausalModel
     vocab_size: int
     cache_dtype: str
-    num_tokens: int
-    confidence_threshold: float
-    schedule: Literal["constant", "heuristic_transient"]
-
-    @property
-    def most(self) -> int:
-        """See ``Drafting``."""
-        return self.num_tokens * (1 if self.schedule == "constant" else _MOST_GROWTH)
-
-    @property
-    def most_rows(self) -> int:
-        """See ``Drafting``."""
-        return _MOST_ROWS
 
     def new_source(
         self, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
@@ -78,29 +51,23 @@ class Assistant:
         return AssistantDrafts(self, rows, capacity, dialect, max_step_tokens)
 
 
-class _Text:
+class _Text(DraftedText):
     """A text of the assistant.
 
     Attributes
     ----------
     sequence : ReadSequence
         Its prompt.
-    ends : collection of int
-        Tokens that end it.
-    size : int
-        Number of tokens of its next draft.
     new : list of int
         The chosen tokens after the prompt.
-    draft : list of int
-        The last draft.
     read : int
         Number of tokens in the caches that follow the prompt: of ``new``, then of ``draft``.
     """
 
     def __init__(self, sequence: ReadSequence, ends: Collection[int], size: int) -> None:
-        self.sequence, self.ends, self.size = sequence, ends, size
+        super().__init__(ends, size)
+        self.sequence = sequence
         self.new: list[int] = []
-        self.draft: list[int] = []
         self.read = 0
 
     @property
@@ -152,11 +119,8 @@ class AssistantDrafts:
         )
         self._places = Places(self._caches)
         self._reader: PromptReader[ReadSequence] = PromptReader(self._places, None)
-        self._sampler = CompactSampler(rows, settings.vocab_size, dialect)
+        self._rows: DraftRows[_Text] = DraftRows(settings, rows, settings.vocab_size, dialect)
         self._texts: dict[int, _Text] = {}
-        self._sampled: list[_Text] = []  # by their rows of the sampler
-        threshold = settings.confidence_threshold
-        self._threshold = math.log(threshold) if threshold else -math.inf
 
     def begin(
         self, row: int, prompt: Sequence[int], rules: RowRules, ends: Collection[int]
@@ -167,8 +131,7 @@ class AssistantDrafts:
         sequence = ReadSequence(tuple(prompt))
         text = self._texts[row] = _Text(sequence, ends, self._settings.num_tokens)
         self._reader.begin(sequence)
-        self._sampler.begin(torch.tensor(sequence.prompt_ids, device="cpu"), rules)
-        self._sampled.append(text)
+        self._rows.begin(text, sequence.prompt_ids, rules)
 
     def end(self, row: int) -> None:
         """See ``DraftSource``."""
@@ -178,10 +141,7 @@ class AssistantDrafts:
         sequence = text.sequence
         if sequence in self._reader.sequences:
             self._reader.sequences.remove(sequence)
-        at = self._sampled.index(text)
-        self._sampler.end(at)
-        self._sampled[at] = self._sampled[-1]
-        self._sampled.pop()
+        self._rows.end(text)
         (place,), sequence.places = sequence.places, []
         self._places.give_back(place, keep=sequence.read)
 
@@ -198,38 +158,27 @@ class AssistantDrafts:
                 # The last token of a draft is not read.
                 length = len(text.sequence.prompt_ids) + len(text.new)
                 rooms[text] = min(room, text.size, self._capacity - length + 1)
-        rows = [row for row, text in enumerate(self._sampled) if rooms.get(text, 0) > 0]
-        while rows:
-            rows = self._draft(rows, rooms)
+        self._rows.draft(rooms, self._logits)
         found = (self._texts.get(row) for row, _, _ in asks)
         return [[] if text is None else list(text.draft) for text in found]
 
     def _take(self, asks: Sequence[DraftAsk]) -> None:
         """Append the chosen tokens of texts, and go back to what they have in common."""
-        vocab = self._settings.model.config.vocab_size
-        places, lengths = [], []
+        own, places, lengths = self._settings.model.config.vocab_size, [], []
         for row, new, _ in asks:
             text = self._texts.get(row)
             if text is None or not new:
                 continue
-            if any(not 0 <= token < vocab or token in text.ends for token in new):
+            if self._rows.has_ended(text, new) or max(new) >= own:
                 self.end(row)  # a text that has ended, or that the assistant cannot read
                 continue
-            right = common_length(text.draft, new)
-            at = self._sampled.index(text)
-            self._sampler.rewind(at, len(text.draft) - right)
-            self._sampler.accept(at, new[right:])
-            if text.draft and self._settings.schedule != "constant":
-                is_right = right == len(text.draft)
-                size = text.size + 2 if is_right else text.size - 1
-                text.size = max(1, min(size, self._settings.most))
+            right = self._rows.take(text, new)
             kept = min(text.read, len(text.new) + right)
             if kept < text.read:
                 text.read = kept
                 places += text.sequence.places
                 lengths.append(len(text.sequence.prompt_ids) + kept)
             text.new += new
-            text.draft = []
         if places:
             self._caches.truncate(places, lengths)
 
@@ -250,24 +199,15 @@ class AssistantDrafts:
         of_entries = torch.tensor(entries, dtype=torch.int64, device="cpu")
         return self._caches.forward(torch.tensor(ids, device="cpu"), of_entries, num_logits)
 
-    def _draft(self, rows: list[int], rooms: dict[_Text, int]) -> list[int]:
-        """Append a token to the drafts of some rows of the sampler; return those that go on."""
+    def _logits(self, texts: list[_Text]) -> Tensor:
+        """Read what the caches do not have yet of texts; return their logits."""
         ids: list[int] = []
         entries = []
-        for row in rows:
-            tokens = self._sampled[row].unread()
+        for text in texts:
+            tokens = text.unread()
             ids += tokens
-            entries.append((self._sampled[row].sequence.places[0], len(tokens), 0, 1))
-        logits = self._of_model(self._forward(ids, entries))
-        going: list[int] = []
-        begin = 0
-        # Rows of the sampler that follow each other are a step of it.
-        for _, group in itertools.groupby(enumerate(rows), lambda pair: pair[1] - pair[0]):
-            run = [row for _, row in group]
-            end = begin + len(run)
-            going += self._choose(run, logits[begin:end], rooms)
-            begin = end
-        return going
+            entries.append((text.sequence.places[0], len(tokens), 0, 1))
+        return self._of_model(self._forward(ids, entries))
 
     def _of_model(self, logits: Tensor) -> Tensor:
         """Return logits of the model's tokens: -inf where the assistant has none."""
@@ -275,21 +215,3 @@ class AssistantDrafts:
         if not missing:
             return logits
         return functional.pad(logits, (0, missing), value=-math.inf).contiguous()
-
-    def _choose(self, run: list[int], logits: Tensor, rooms: dict[_Text, int]) -> list[int]:
-        has_threshold = self._threshold > -math.inf
-        results = self._sampler.step(logits, None, 0 if has_threshold else -1, run[0])
-        going = []
-        for i, (row, token, status) in enumerate(
-            zip(run, results.index.tolist(), results.status.tolist(), strict=True)
-        ):
-            text = self._sampled[row]
-            if status:  # NaN: nothing more comes of this text
-                rooms[text] = 0
-                self._sampler.rewind(row, 1)
-                continue
-            text.draft.append(token)
-            is_sure = results.logprob is None or float(results.logprob[i]) >= self._threshold
-            if is_sure and token not in text.ends and len(text.draft) < rooms[text]:
-                going.append(row)
-        return going

@@ -94,4 +94,4 @@ def drafting_of(
         raise ValueError(f"{op}: assistant_confidence_threshold is {threshold}; expected 0 to 1")
     schedule: Any = num_assistant_tokens_schedule or _SCHEDULES[0]
     check_choice(op, "num_assistant_tokens_schedule", schedule, _SCHEDULES)
-    return Assistant(assistant, vocab, assistant_model.cache_dtype, count, threshold, schedule)
+    return Assistant(count, threshold, schedule, assistant, vocab, assistant_model.cache_dtype)
