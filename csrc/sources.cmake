@@ -57,6 +57,7 @@ set(CPU_SOURCES
   decoder/encoder_forward_cpu.cpp
   decoder/experts_cpu.cpp
   decoder/faster_transformer_search.cpp
+  decoder/hidden_rows_cpu.cpp
   decoder/per_layer_input_cpu.cpp
   decoder/state_layer_cpu.cpp
   decoder/step_attention_cpu.cpp

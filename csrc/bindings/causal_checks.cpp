@@ -269,6 +269,24 @@ void read_per_layer(const char* op, WeightParts& parts, CausalModel* m) {
   p.norm = parts.next<float>("per_layer_norm_gamma", p.size);
 }
 
+void read_hidden_input(const char* op, WeightParts& parts, CausalModel* m) {
+  const DecoderConfig& c = m->config;
+  HiddenInput& input = m->hidden_input;
+  input.embedding_norm = parts.norm("embedding_norm_gamma", nullptr, c.model_size);
+  input.hidden_norm = parts.norm("hidden_norm_gamma", nullptr, c.model_size);
+  int64_t count = (input.embedding_norm.gamma != nullptr) + (input.hidden_norm.gamma != nullptr);
+  const auto projection = [&](const char* name, LinearWeights* weights) {
+    if (!parts.has(0)) return parts.skip();
+    weights->parts[0] = parts.matrix(name, c.format, c.model_size, c.model_size);
+    weights->out_features = c.model_size;
+    ++count;
+  };
+  projection("embedding_projection", &input.from_embedding);
+  projection("hidden_projection", &input.from_hidden);
+  if (count == 0 || count == 4) return;
+  fail(op, "weights have ", count, " norms and projections of hidden rows; expected 4, or none");
+}
+
 void read_per_layer(WeightParts& parts, const CausalModel& m, PerLayerWeights* w) {
   const int64_t size = m.config.model_size;
   if (m.per_layer.size > 0) {
@@ -313,6 +331,7 @@ CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& fro
     model.embedding.packed = model.weights.logits.parts[0];
   }
   read_per_layer(op, parts, &model);
+  read_hidden_input(op, parts, &model);
 
   for (int64_t i = 1; i <= c.layers; ++i) {
     WeightParts of_layer = from.row(op, i, headers);

@@ -120,10 +120,29 @@ void check_layers(const CausalForwardParams& p) {
   }
 }
 
+// Rows of all tokens: given where the model has a projection of them, and taken.
+void check_hidden(const Arguments& arguments, int64_t num_tokens, const OptionalTensor& hidden_in,
+                  const OptionalTensor& hidden_out, CausalForwardParams* p) {
+  const int64_t size = p->model->config.model_size;
+  const bool is_needed = p->model->hidden_input.is_there();
+  if (hidden_in.has_value() != is_needed) {
+    fail(kForwardOp, "hidden_in is ", is_needed ? "None" : "given", "; expected ",
+         is_needed ? "it, as" : "None, as", " the weights have ", is_needed ? "a" : "no",
+         " projection of it");
+  }
+  if (is_needed) {
+    p->hidden_in = arguments.contiguous<const float>("hidden_in", *hidden_in, {num_tokens, size});
+  }
+  if (hidden_out.has_value()) {
+    p->hidden_out = arguments.contiguous<float>("hidden_out", *hidden_out, {num_tokens, size});
+  }
+}
+
 Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers& config,
                       const Numbers& numbers, const Tensors& caches, const Integers& windows,
                       const Tensor& workspace, const Tensor& tokens, const Tensor& entries,
-                      int64_t num_logits, int64_t max_rows) {
+                      int64_t num_logits, int64_t max_rows, const OptionalTensor& hidden_in,
+                      const OptionalTensor& hidden_out) {
   const char* const op = kForwardOp;
   const CausalModel& model =
       checked_model<CausalWeightsModel>(op, {memory, layout, config, numbers}).model;
@@ -150,6 +169,7 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
     fail(op, "max_rows is ", max_rows, "; expected 1 to 2^20");
   }
   p.max_rows = max_rows;
+  check_hidden(arguments, tokens.numel(), hidden_in, hidden_out, &p);
   check_dtype(op, "workspace", workspace, ScalarType::Byte);
   const int64_t bytes = static_cast<int64_t>(
       causal_workspace_bytes(model, max_rows, p.sequences(), p.caches[0].table.max_blocks));

@@ -10,6 +10,7 @@
 #include "decoder/causal_rows.h"
 #include "decoder/causal_workspace.h"
 #include "decoder/decoder_tuning.h"
+#include "decoder/hidden_rows.h"
 #include "decoder/rotary_angles.h"
 #include "decoder/state_layer.h"
 #include "linear/norms.h"
@@ -202,7 +203,7 @@ class CausalForward {
   // move up, and what the layers behind it read.
   void keep_rows_with_logits(float* x, void* queries, int64_t query_bytes,
                              float* projected = nullptr, int64_t size = 0) {
-    if (num_logits_ == rows_) return;
+    if (num_logits_ == rows_ || p_.hidden_out != nullptr) return;
     char* const bytes = static_cast<char*>(queries);
     const int64_t inputs = c_.layers * m_.per_layer.size;
     int64_t to = 0;
@@ -210,7 +211,7 @@ class CausalForward {
       for (int64_t i = 0; i < num_segments_; ++i) {
         Segment& segment = w_.segments[i];
         if (is_prompt(segment) != of_prompts) continue;
-        const int64_t end = segment.row + segment.count;
+        const int64_t end = segment.end();
         for (int64_t from = end - segment.logits; from < end; ++from, ++to) {
           if (from == to) continue;
           std::copy_n(bytes + from * query_bytes, query_bytes, bytes + to * query_bytes);
@@ -234,6 +235,7 @@ class CausalForward {
                   [&](int64_t begin, int64_t end) {
                     for (int64_t row = begin; row < end; ++row) embed_row(row, w_.x + row * size);
                   });
+    if (m_.hidden_input.is_there()) project_hidden_rows(p_, w_, buffers_, num_segments_, rows_);
     if (m_.per_layer.size == 0) return;
     per_layer_inputs_cpu(c_, m_.per_layer, w_.tokens, w_.x, rows_, buffers_.linear_input,
                          w_.table_rows, w_.per_layer);
@@ -325,16 +327,15 @@ class CausalForward {
   }
 
   void write_logits() {
+    if (p_.hidden_out != nullptr) write_hidden_rows(p_, w_, num_segments_, rows_);
     if (num_logits_ == 0) return;
     const int64_t size = c_.model_size, vocab = c_.vocab;
     float* to = buffers_.normed;
-    for (int64_t i = 0; i < num_segments_; ++i) {  // whose other rows are gone
+    for (int64_t i = 0; i < num_segments_; ++i) {
       const Segment& segment = w_.segments[i];
-      to = std::copy_n(w_.x + segment.row * size, segment.count * size, to);
+      to = std::copy_n(w_.x + (segment.end() - segment.logits) * size, segment.logits * size, to);
     }
-    if (m_.weights.final_norm.gamma != nullptr) {
-      apply_norm(c_, m_.weights.final_norm, buffers_.normed, buffers_.normed, num_logits_);
-    }
+    if (p_.hidden_out == nullptr) apply_final_norm(m_, buffers_.normed, num_logits_);
     linear::LinearOutput output;
     output.y = p_.logits + logits_written_ * vocab;
     apply_linear(m_.weights.logits, buffers_.normed, num_logits_, buffers_.linear_input, output);

@@ -50,10 +50,20 @@ struct CausalLayer {
   bool has_state() const { return cache < 0; }
 };
 
+// Of a model whose rows begin with a projection of what another model computed of the token before,
+// and of the token's embedding: x = W_e norm_e(embedding) + W_h norm_h(hidden).
+struct HiddenInput {
+  NormWeights embedding_norm, hidden_norm;
+  LinearWeights from_embedding, from_hidden;  // [model_size, model_size] each
+
+  bool is_there() const { return from_hidden.out_features > 0; }
+};
+
 struct CausalModel {
   DecoderConfig config;
   DecoderWeights weights;  // embedding and layers are these instead:
   TokenRows embedding;     // [model_size] each
+  HiddenInput hidden_input;
   PerLayerModel per_layer;
   const CausalLayer* layers = nullptr;  // [config.layers]
   int64_t last_with_keys = 0;           // the last layer that keeps keys, or a state, of its own
@@ -100,6 +110,10 @@ struct CausalForwardParams {
   int64_t max_rows = 0;             // that are computed together: longer steps are cut
   void* workspace = nullptr;        // causal_workspace_bytes(), aligned to 64
   float* logits = nullptr;          // [sum of num_logits, vocab]
+  // Of all tokens, [model_size] each: what the model's HiddenInput reads; and, unless it is null,
+  // for what is behind the final norm.
+  const float* hidden_in = nullptr;
+  float* hidden_out = nullptr;
 
   int64_t sequences() const { return caches[0].table.rows; }
 };

@@ -17,6 +17,8 @@ struct Segment {
   int64_t count;
   int64_t logits;  // that are wanted: of the last so many
   int64_t row;
+
+  int64_t end() const { return row + count; }
 };
 
 // Some rows for one attention op: either prompts, with rows side by side for a sequence, or

@@ -32,7 +32,7 @@ def weights_hash(packed: PackedCausalModel) -> str:
     if packed not in _hashes:
         digest = hashlib.sha256(json.dumps([packed.sizes, packed.numbers]).encode())
         digest.update(bytes_of(packed.layout))
-        digest.update(bytes_of(packed.memory))
+        digest.update(bytes_of(packed.memory[: packed.own_bytes]))
         _hashes[packed] = digest.hexdigest()
     return _hashes[packed]
 

@@ -134,6 +134,7 @@ class Decoding(PackedDecoding):
         cache_dtype: str | torch.dtype | None = None,
         keep_model: bool = True,
         use_cuda_graph: bool = False,
+        mtp: bool = False,
     ) -> Decoding:
         """Make a ``Decoding`` of a transformers model, which is loaded if its name is given.
 
@@ -155,6 +156,9 @@ class Decoding(PackedDecoding):
             ``generate`` needs. It always is where the weights of a folder are read one by one. The
             stand-in of an encoder-decoder model lacks the features of ``generate`` that need the
             model's own encoder: see docs/reference/decoder.md.
+        mtp : bool
+            Whether to load what a model of Qwen 3.5 or Qwen 3 Next has for multi-token prediction,
+            of a folder of safetensors: ``assistant_model="mtp"`` drafts with it.
 
         Raises
         ------
@@ -174,7 +178,12 @@ class Decoding(PackedDecoding):
         if dtype is None:
             check_as_it_is(model)
         if is_loaded_here:
-            model, config, weights = load_parts(model, keeps_blocks=dtype is None)
+            model, config, weights = load_parts(model, keeps_blocks=dtype is None, mtp=mtp)
+        elif mtp:
+            raise ValueError(
+                f"Decoding.from_pretrained: mtp is True for a {type(model).__name__}; expected "
+                "a folder, as transformers does not load these weights"
+            )
         elif not hasattr(model, "config"):
             raise ValueError(
                 f"Decoding.from_pretrained: model is a {type(model).__name__} of type "

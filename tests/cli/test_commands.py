@@ -18,6 +18,7 @@ from lmdecode.__main__ import main
 from lmdecode.cli import COMMANDS
 from lmdecode.serving import TextModel, Tokenizer
 from tests.cli.talking import KJV, ROOT, TEMPLATES, saved_model
+from tests.support.mtp_models import mtp_model, write_folder
 from tests.support.processes import run_python
 
 transformers = pytest.importorskip("transformers")
@@ -165,6 +166,27 @@ def test_a_draft_with_other_padding(
     options = ["--max-tokens", 20, "--seed", 5, "--raw"]
     told = run(capsys, model, "In the beginning", *options)
     assert run(capsys, model, "In the beginning", *options, "--draft", padded) == told
+
+
+def test_drafts_by_multi_token_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, vocab = tmp_path / "folder", json.loads((KJV / "config.json").read_text())["vocab_size"]
+    write_folder(mtp_model("qwen3_5_text", "plain", vocab_size=vocab), folder)
+    for file in KJV.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    options = ["--max-tokens", 20, "--seed", 5, "--raw"]
+    told = run(capsys, folder, "In the beginning", *options)
+    assert run(capsys, folder, "In the beginning", *options, "--draft", "mtp") == told
+    for name, more in (("saved", ["--mtp"]), ("without", [])):
+        assert main(["convert", str(folder), str(tmp_path / name), *more]) == 0
+    capsys.readouterr()
+    assert run(capsys, tmp_path / "saved", "In the beginning", *options, "--draft", "mtp") == told
+    arguments = ["run", str(tmp_path / "without"), "a", "--draft", "mtp"]
+    assert main(arguments) == 1
+    assert "was saved without these weights; expected a model" in capsys.readouterr().err
+    assert main(["run", str(KJV), "a", "--draft", "mtp"]) == 1
+    assert "mtp" in capsys.readouterr().err
 
 
 def test_a_draft_of_other_tokens(

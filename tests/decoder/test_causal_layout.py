@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from lmdecode.decoder.causal_config import CausalLayerWeights, CausalWeights
+from lmdecode.decoder.causal_packing import IS_BFLOAT16, IS_FLOAT32, IS_PACKED
 from lmdecode.decoder.causal_weights import (
     _EMBEDDING_FORMAT,
-    _IS_BFLOAT16,
-    _IS_FLOAT32,
-    _IS_PACKED,
     _LOGITS,
     _NORMS_ALL_HEADS,
     _NUM_COLUMNS,
@@ -26,7 +24,8 @@ ops = torch.ops.lmdecode
 LAYOUT, CONFIG = 1, 2
 MODEL_PARTS = ("embedding", "positions", "rotary", "final_norm_gamma", "final_norm_beta", "logits",
                "logits_bias", "per_layer_embedding", "per_layer_projection",
-               "per_layer_norm_gamma")  # fmt: skip
+               "per_layer_norm_gamma", "embedding_norm_gamma", "hidden_norm_gamma",
+               "embedding_projection", "hidden_projection")  # fmt: skip
 GEMMA4 = ("gemma4_text", "shared keys, inputs of layers")
 WITH_NORMS = ("gemma4_text", "all experts")
 FAR = 1 << 40  # a multiple of 64, behind every memory
@@ -53,11 +52,11 @@ def _error(
 
 
 def test_columns_of_the_model() -> None:
-    assert set(MODEL_PARTS) == {*CausalWeights._fields} - {"layers"}
+    assert set(MODEL_PARTS) == {*CausalWeights._fields} - {"layers", "mtp"}
     assert len(MODEL_PARTS) == _NUM_MODEL_PARTS and MODEL_PARTS[_LOGITS] == "logits"
     for column, name in enumerate(MODEL_PARTS):
         # The model is tied: its embedding is looked at where it is one of its own.
-        own = _IS_BFLOAT16 if name == "embedding" else None
+        own = IS_BFLOAT16 if name == "embedding" else None
         case = GEMMA4 if name.startswith("per_layer") else ("gemma3_text", "plain")
         assert _error(0, column, embedding_format=own, case=case).startswith(
             f"layout has {name} at byte {FAR}; expected"
@@ -105,10 +104,10 @@ def test_columns_of_a_layer_with_a_state() -> None:
 def test_formats_of_an_embedding() -> None:
     config = packed("gemma3_text", "plain", "int8").config
     numbers = config.vocab_size * config.model_size
-    for embedding_format, size in ((_IS_FLOAT32, 4), (_IS_BFLOAT16, 2)):
+    for embedding_format, size in ((IS_FLOAT32, 4), (IS_BFLOAT16, 2)):
         found = re.search(r"and (\d+) bytes", _error(0, 0, embedding_format=embedding_format))
         assert found is not None and int(found[1]) == size * numbers
-    found = re.search(r"and (\d+) bytes", _error(0, 0, embedding_format=_IS_PACKED))
+    found = re.search(r"and (\d+) bytes", _error(0, 0, embedding_format=IS_PACKED))
     assert found is not None and int(found[1]) == 64  # the header, which says how many there are
 
 

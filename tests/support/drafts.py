@@ -51,10 +51,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
     steps: list[int] = []
     forward = CausalCaches.forward
 
-    def count(self: CausalCaches, tokens: Any, entries: Any, num_logits: int) -> Any:
+    def count(self: CausalCaches, tokens: Any, entries: Any, num_logits: int, **rows: Any) -> Any:
         if self.model is model:
             steps.append(num_logits)
-        return forward(self, tokens, entries, num_logits)
+        return forward(self, tokens, entries, num_logits, **rows)
 
     monkeypatch.setattr(CausalCaches, "forward", count)
     return steps

@@ -40,6 +40,9 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         f"file {AS_IT_IS}, of others {DEFAULT_DTYPE})",
     )
     parser.add_argument("--cache-dtype", metavar="FORMAT", help="of keys and values")
+    parser.add_argument(
+        "--mtp", action="store_true", help="with the weights of multi-token prediction"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="of the computation")
     parser.set_defaults(run=_run)
 
@@ -54,7 +57,7 @@ def _run(given: argparse.Namespace) -> int:
     kind: Any = None if dtype == AS_IT_IS else dtype
     with busy(f"Packing the weights as {dtype}"):
         decoding = Decoding.from_pretrained(
-            path, kind, cache_dtype=given.cache_dtype, keep_model=False
+            path, kind, cache_dtype=given.cache_dtype, keep_model=False, mtp=given.mtp
         )
     with busy(f"Writing {given.folder}"):
         decoding.save(given.folder)

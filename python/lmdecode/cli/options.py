@@ -35,6 +35,7 @@ MODEL_HELP = "folder or hub id of transformers, GGUF file, or a folder of lmdeco
 # Where a model's generation config has none of them.
 _SAMPLING: dict[str, float] = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
 _OF_CONFIG = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+_MTP = "mtp"  # multi-token prediction, instead of a model that drafts
 _CAPACITY = 32768  # tokens of a text, where the model has no fewer
 
 
@@ -59,7 +60,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_draft_option(parser: argparse.ArgumentParser) -> None:
     """Add the model that drafts."""
-    parser.add_argument("--draft", metavar="MODEL", help="smaller: drafts what the model verifies")
+    parser.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help=f"smaller: drafts what the model verifies; {_MTP}: the model's own layer",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -108,6 +113,7 @@ def load_model(given: argparse.Namespace) -> TextModel:
                 dtype=given.dtype,
                 cache_dtype=given.cache_dtype,
                 chat_template=given.chat_template,
+                mtp=getattr(given, "draft", None) == _MTP,
             )
     except ValueError as error:
         for name in ("dtype", "cache_dtype"):
@@ -136,6 +142,13 @@ def drafts_of(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:
         return {}
     if not is_causal(model.decoding):
         raise CommandError("--draft is given; expected a decoder-only model with it")
+    if given.draft == _MTP:
+        if model.decoding.decoder.mtp is None:  # type: ignore[union-attr]
+            raise CommandError(
+                f"--draft is {_MTP}, and {given.model} was saved without these weights; expected a "
+                f"model of lmdecode convert --{_MTP}"
+            )
+        return {"assistant_model": _MTP}
     with busy(f"Loading {given.draft}"):
         draft = TextModel.load(given.draft, cache_dtype=given.cache_dtype)
     if not is_causal(draft.decoding):

@@ -142,13 +142,14 @@ class Batches:
         store : KVStore, optional
             Of a decoder-only model, opened with ``fingerprint()``: prompts that are stored need not
             be read.
-        assistant_model : Decoding, optional
+        assistant_model : Decoding or "mtp", optional
             A smaller decoder-only model with the same tokens, for a decoder-only model. Its
             vocabulary may be padded differently, by 1 % at most. It drafts tokens, which a step
             reads at once. Texts are bitwise the same as without. More than 8 texts at once have no
-            drafts. Its keys and values take memory for as many requests.
+            drafts. Its keys and values take memory for as many requests. "mtp": the model's own
+            layer for multi-token prediction drafts, where it was loaded.
         num_assistant_tokens : int, optional
-            Number of tokens of a draft, 1 to 1024; 5 by default.
+            Number of tokens of a draft, 1 to 1024; 5 by default, 3 with "mtp".
         assistant_confidence_threshold : float, optional
             0 to 1: a draft ends with a token of a lower probability; 0.4 by default.
         num_assistant_tokens_schedule : {"constant", "heuristic_transient"}, optional

@@ -177,7 +177,15 @@ class CausalCaches:
                 f"bytes of addresses for keys and values: {error}"
             ) from error
 
-    def forward(self, tokens: Tensor, entries: Tensor, num_logits: int) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        entries: Tensor,
+        num_logits: int,
+        *,
+        hidden_in: Tensor | None = None,
+        hidden_out: Tensor | None = None,
+    ) -> Tensor:
         """Read tokens of some sequences, behind those that they have.
 
         Parameters
@@ -189,6 +197,11 @@ class CausalCaches:
             many of them, the last ones, logits are wanted. Each sequence at most once.
         num_logits : int
             Of all entries.
+        hidden_in : Tensor, optional
+            [n, model_size] float32, for a model with ``hidden_projection``: what another model
+            computed of the token before each.
+        hidden_out : Tensor, optional
+            [n, model_size] float32: takes what is behind the final norm of all tokens.
 
         Returns
         -------
@@ -208,6 +221,8 @@ class CausalCaches:
             entries,
             num_logits,
             self.max_rows,
+            hidden_in,
+            hidden_out,
         )
         return logits
 

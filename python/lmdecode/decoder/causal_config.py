@@ -435,6 +435,14 @@ class CausalWeights(NamedTuple):
         [V, L P], [L P, D] and [P], of L layers and P ``per_layer_size``, where that is not 0. A
         token's inputs of a layer are its row, scaled, and the norm of the product of its
         embedding, scaled.
+    embedding_norm_gamma, hidden_norm_gamma : Tensor or None
+        [D]: of embeddings, and of hidden rows, before their projections.
+    embedding_projection, hidden_projection : Tensor or None
+        [D, D] each. Where they are there, a row is not a token's embedding but a projection of it
+        and of what another model has behind its final norm of the token before.
+    mtp : tuple of (CausalConfig, CausalWeights), or None
+        Multi-token prediction: a model with a ``hidden_projection`` and one layer, whose rows begin
+        with what this one computed. Its ``embedding``, ``rotary`` and ``logits`` are this one's.
     """
 
     embedding: Tensor
@@ -448,3 +456,8 @@ class CausalWeights(NamedTuple):
     per_layer_embedding: Tensor | None = None
     per_layer_projection: Tensor | None = None
     per_layer_norm_gamma: Tensor | None = None
+    embedding_norm_gamma: Tensor | None = None
+    hidden_norm_gamma: Tensor | None = None
+    embedding_projection: Tensor | None = None
+    hidden_projection: Tensor | None = None
+    mtp: tuple[CausalConfig, CausalWeights] | None = None

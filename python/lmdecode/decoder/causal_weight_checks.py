@@ -17,8 +17,8 @@ from lmdecode.decoder.mixers import GatedDeltaRule, Mamba2, Mixer
 from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight, QuantizedWeight
 
 __all__ = [
-    "check_layer", "check_per_layer", "check_weight", "expert_shapes", "linear_shapes",
-    "model_shapes", "norms_of_all_heads", "state_shapes",
+    "check_layer", "check_model", "check_weight", "expert_shapes",
+    "linear_shapes", "model_shapes", "norms_of_all_heads", "state_shapes",
 ]  # fmt: skip
 
 _MOST_PARTS = 4  # of a linear weight, as in csrc/decoder/decoder_config.h
@@ -91,7 +91,8 @@ def model_shapes(config: CausalConfig) -> dict[str, tuple[int, int]]:
     if inputs:
         shapes["per_layer_embedding"] = (c.vocab_size, inputs)
         shapes["per_layer_projection"] = (inputs, c.model_size)
-    return shapes
+    square = (c.model_size, c.model_size)
+    return {**shapes, "embedding_projection": square, "hidden_projection": square}
 
 
 _STATE_FIELDS = ("convolution", "convolution_bias", "decay", "decay_bias", "mixer_norm_gamma",
@@ -236,7 +237,7 @@ def norms_of_all_heads(heads: Heads, layer: CausalLayerWeights) -> bool | None:
     return None
 
 
-def check_per_layer(config: CausalConfig, weights: CausalWeights) -> None:
+def _check_per_layer(config: CausalConfig, weights: CausalWeights) -> None:
     """Raise ValueError or TypeError for other weights of layers' inputs than the config has."""
     size, shapes = config.per_layer_size, model_shapes(config)
     for name in ("per_layer_embedding", "per_layer_projection", "per_layer_norm_gamma"):
@@ -247,3 +248,45 @@ def check_per_layer(config: CausalConfig, weights: CausalWeights) -> None:
             raise ValueError(
                 f"Decoding: weights.{name} was given; expected none, as per_layer_size is 0"
             )
+
+
+_HIDDEN_INPUT = ("embedding_norm_gamma", "hidden_norm_gamma", "embedding_projection",
+                 "hidden_projection")  # fmt: skip
+
+
+def _check_hidden_input(config: CausalConfig, weights: CausalWeights) -> None:
+    """Raise ValueError or TypeError for weights of a projection of hidden rows, unless all fit."""
+    shapes, given = model_shapes(config), weights._asdict()
+    is_optional = all(given[name] is None for name in _HIDDEN_INPUT)
+    for name in _HIDDEN_INPUT:
+        shape = shapes.get(name, (config.model_size,))
+        check_weight(name, given[name], shape, optional=is_optional)
+
+
+def check_model(config: CausalConfig, weights: CausalWeights) -> None:
+    """Raise ValueError or TypeError for weights of a model, but its layers', that do not fit."""
+    c, shapes = config, model_shapes(config)
+    check_weight("embedding", weights.embedding, shapes["embedding"], optional=False)
+    if weights.positions is not None:
+        shape = (len(weights.positions), c.model_size)
+        check_weight("positions", weights.positions, shape, optional=False)
+    if len(weights.rotary) != len(c.rotary_scales):
+        raise ValueError(
+            f"Decoding: weights.rotary has {len(weights.rotary)} entries; expected "
+            f"{len(c.rotary_scales)}, as rotary_scales has"
+        )
+    for i, frequencies in enumerate(weights.rotary):
+        sizes = {c.heads(layer).rotary_size for layer, r in enumerate(c.rotary) if r == i}
+        for size in sorted(sizes) or [2 * frequencies.numel()]:
+            check_weight(f"rotary[{i}]", frequencies, (size // 2,), optional=False)
+    for name in ("final_norm_gamma", "final_norm_beta"):
+        check_weight(name, getattr(weights, name), (c.model_size,), optional=True)
+    check_weight("logits", weights.logits, shapes["logits"], optional=True)
+    _check_per_layer(c, weights)
+    _check_hidden_input(c, weights)
+    check_weight("logits_bias", weights.logits_bias, (c.vocab_size,), optional=True)
+    if len(weights.layers) != c.num_layers:
+        raise ValueError(
+            f"Decoding: weights.layers has {len(weights.layers)} entries; expected "
+            f"num_layers, {c.num_layers}"
+        )

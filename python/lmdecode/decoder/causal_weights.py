@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,20 @@ from lmdecode.decoder.causal_config import (
     CausalWeights,
     Heads,
 )
+from lmdecode.decoder.causal_packing import (
+    ALIGNMENT,
+    IS_BFLOAT16,
+    IS_FLOAT32,
+    IS_LOGITS,
+    IS_PACKED,
+    PROJECTIONS,
+    TABLES,
+    WeightMemory,
+    format_of,
+)
 from lmdecode.decoder.causal_weight_checks import (
     check_layer,
-    check_per_layer,
-    check_weight,
+    check_model,
     expert_shapes,
     linear_shapes,
     model_shapes,
@@ -36,14 +46,12 @@ from lmdecode.linear.formats import (
     AS_IT_IS,
     format_of_head,
     most_packed_bytes,
-    pack_weight_into,
     parts_of_packed,
 )
-from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight
+from lmdecode.linear.quantized_weight import LinearWeight
 
 __all__ = ["PackedCausalModel"]
 
-_ALIGNMENT = 64  # bytes
 _NONE = -1
 # The columns of a layout's row: numbers, then the parts of a layer.
 _NUM_NUMBERS = 6
@@ -51,19 +59,18 @@ _NUM_COLUMNS = _NUM_NUMBERS + len(CausalLayerWeights._fields)
 _EMBEDDING_FORMAT, _NORMS_ALL_HEADS = 15, 10  # in sizes
 # Of a layer, and of the model, in models that were saved before there were more.
 _FORMER_PARTS = (18, 23, 34, 43)
-_NUM_MODEL_PARTS, _EMBEDDING, _LOGITS = 10, 0, 5  # in the layout's row of the model
-_FORMER_MODEL_PARTS = 7
+_EMBEDDING, _LOGITS = 0, 5  # in the layout's row of the model
+_FORMER_MODEL_PARTS = (7, 10)
 _MODEL_PARTS = ("embedding", "positions", "rotary", "final_norm_gamma", "final_norm_beta", "logits",
                 "logits_bias", "per_layer_embedding", "per_layer_projection",
-                "per_layer_norm_gamma")  # fmt: skip
-_TABLES = ("embedding", "per_layer_embedding")
-_LINEAR = ("qkv", "attention_out", "ffn_up", "ffn_gate", "ffn_down", "router", "logits",
-           "per_layer_projection", "per_layer_gate", "per_layer_out")  # fmt: skip
+                "per_layer_norm_gamma", "embedding_norm_gamma", "hidden_norm_gamma",
+                "embedding_projection", "hidden_projection")  # fmt: skip
+_NUM_MODEL_PARTS = len(_MODEL_PARTS)
+# Of a model and of what predicts its further tokens: these are in the memory once.
+_SHARED_PARTS = ("embedding", "positions", "rotary", "logits", "logits_bias")
 # Where keys come from, as in csrc/decoder/causal_forward.h.
 _OWN_KEYS, _KEYS_ARE_VALUES, _SHARED_KEYS = 0, 1, 2
-# Formats of an embedding, as in csrc/decoder/per_layer_input.h.
-_IS_LOGITS, _IS_FLOAT32, _IS_BFLOAT16, _IS_PACKED = 0, 1, 2, 3
-_EMBEDDINGS = {"float32": _IS_FLOAT32, "bfloat16": _IS_BFLOAT16}  # others are packed
+_EMBEDDINGS = {"float32": IS_FLOAT32, "bfloat16": IS_BFLOAT16}  # others are packed
 
 
 def _checked_format(weight_format: object) -> str:
@@ -71,11 +78,6 @@ def _checked_format(weight_format: object) -> str:
     if weight_format is None:
         return AS_IT_IS
     return check_format("Decoding", weight_format, FORMATS)
-
-
-def _format_of(name: str, weight_format: str) -> str:
-    """Return the format of a linear weight: experts are chosen by floats."""
-    return "float32" if name == "router" else weight_format
 
 
 class PackedCausalModel:
@@ -107,6 +109,11 @@ class PackedCausalModel:
         Float32 numbers of a sequence's state, of all layers that have one.
     max_positions : int or None
         That the model has embeddings for.
+    mtp : PackedCausalModel or None
+        What predicts further tokens: a model of one layer, in the same memory. Its rows begin with
+        what this model computed.
+    own_bytes : int
+        Bytes of the memory without those that only ``mtp`` has.
     saved_hash : str or None
         The SHA-256 that weights were saved with, which are mapped as they are.
 
@@ -125,15 +132,33 @@ class PackedCausalModel:
         weight_format: str | torch.dtype | None = "float32",
     ) -> None:
         self.config, self.weight_format = config, _checked_format(weight_format)
-        self._check(weights)
+        check_model(self.config, weights)
         is_tied = weights.logits is None
-        embedding_format = (
-            _IS_LOGITS if is_tied else _EMBEDDINGS.get(self.weight_format, _IS_PACKED)
-        )
+        embedding_format = IS_LOGITS if is_tied else _EMBEDDINGS.get(self.weight_format, IS_PACKED)
         self.max_positions = None if weights.positions is None else weights.positions.shape[0]
         self._set_numbers(embedding_format)
         self._set_caches()
-        self._pack(weights, embedding_format)
+        self.mtp = None if weights.mtp is None else self._new_mtp(*weights.mtp)
+        self._pack_all(weights, embedding_format)
+
+    def _new_mtp(self, config: CausalConfig, weights: CausalWeights) -> PackedCausalModel:
+        """Return the model that predicts further tokens, without its weights."""
+        if (sizes := (config.vocab_size, config.model_size)) != (
+            own := (self.config.vocab_size, self.config.model_size)
+        ):
+            raise ValueError(
+                f"Decoding: weights.mtp has {sizes[0]} tokens and a model_size of {sizes[1]}; "
+                f"expected {own[0]} and {own[1]}, those of the model"
+            )
+        if weights.hidden_projection is None:
+            raise ValueError("Decoding: weights.mtp has no hidden_projection; expected it")
+        model = type(self).__new__(type(self))
+        model.config, model.weight_format = config, self.weight_format
+        model.max_positions, model.mtp, model.own_bytes = self.max_positions, None, 0
+        check_model(config, weights)
+        model._set_numbers(self.sizes[_EMBEDDING_FORMAT])
+        model._set_caches()
+        return model
 
     @classmethod
     def of_packed(
@@ -162,7 +187,7 @@ class PackedCausalModel:
         model._set_caches()
         for name, part in model._offsets().items():
             offsets = torch.tensor(facts[name], dtype=torch.int64)
-            former = _FORMER_PARTS if name == "layer_offsets" else (_FORMER_MODEL_PARTS,)
+            former = _FORMER_PARTS if name == "layer_offsets" else _FORMER_MODEL_PARTS
             if offsets.dim() == part.dim() and offsets.shape[-1] in former:
                 more = part.shape[-1] - offsets.shape[-1]
                 offsets = torch.nn.functional.pad(offsets, (0, more), value=_NONE)
@@ -171,11 +196,19 @@ class PackedCausalModel:
                     f"{name} has shape {list(offsets.shape)}; expected {list(part.shape)}"
                 )
             part.copy_(offsets)
+        model.mtp, model.own_bytes = None, -1
+        if (of_mtp := facts.get("mtp")) is not None:
+            model.mtp = cls.of_packed(of_mtp["config"], weight_format, of_mtp)
+            model.own_bytes = int(facts["own_bytes"])
         return model
 
     def take(self, memory: Tensor) -> None:
         """Take the weights, packed for this process; that they fit is for the ops to see."""
         self.memory = memory
+        if self.mtp is None:
+            self.own_bytes = memory.numel()
+        else:
+            self.mtp.take(memory)
 
     def buffers(self) -> list[Tensor]:
         """Return the memory in parts, one behind the other."""
@@ -187,12 +220,16 @@ class PackedCausalModel:
 
     def facts(self) -> dict[str, Any]:
         """Return the metadata, beside config and format, that describes the memory's layout."""
-        return {
+        facts: dict[str, Any] = {
             "embedding_format": self.sizes[_EMBEDDING_FORMAT],
             "max_positions": self.max_positions,
             "norms_all_heads": bool(self.sizes[_NORMS_ALL_HEADS]),
             **{name: part.tolist() for name, part in self._offsets().items()},
         }
+        if self.mtp is not None:
+            facts["own_bytes"] = self.own_bytes
+            facts["mtp"] = {"config": self.mtp.config_fields(), **self.mtp.facts()}
+        return facts
 
     def _offsets(self) -> dict[str, Tensor]:
         """Return the layout without what the config tells: where parts of the memory begin."""
@@ -223,10 +260,10 @@ class PackedCausalModel:
         shapes = model_shapes(self.config)
         places = [(int(self.layout[0, _LOGITS]), shapes["logits"])]
         for column, name in enumerate(_MODEL_PARTS):
-            is_packed = name == "per_layer_projection" or (
-                name in _TABLES and self._format_of_table(name) == _IS_PACKED
+            is_packed = name in PROJECTIONS or (
+                name in TABLES and self._format_of_table(name) == IS_PACKED
             )
-            if is_packed and name in shapes:
+            if is_packed and int(self.layout[0, column]) != _NONE:
                 places.append((int(self.layout[0, column]), shapes[name]))
         for i, row in enumerate(self.layout[1:]):
             packed = self._layer_shapes(i)
@@ -234,6 +271,8 @@ class PackedCausalModel:
                 if name in packed and int(row[column]) != _NONE:
                     count, (outputs, inputs) = packed[name]
                     places.append((int(row[column]), (count * outputs, inputs)))
+        if self.mtp is not None:
+            places += [place for place in self.mtp._packed_places() if place not in places]
         return places
 
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, tuple[int, int]]]:
@@ -247,37 +286,11 @@ class PackedCausalModel:
             shapes |= {name: (count, shape) for name, shape in expert_shapes(c).items()}
         return shapes
 
-    def _check(self, weights: CausalWeights) -> None:
-        c, shapes = self.config, model_shapes(self.config)
-        check_weight("embedding", weights.embedding, shapes["embedding"], optional=False)
-        if weights.positions is not None:
-            shape = (len(weights.positions), c.model_size)
-            check_weight("positions", weights.positions, shape, optional=False)
-        if len(weights.rotary) != len(c.rotary_scales):
-            raise ValueError(
-                f"Decoding: weights.rotary has {len(weights.rotary)} entries; expected "
-                f"{len(c.rotary_scales)}, as rotary_scales has"
-            )
-        for i, frequencies in enumerate(weights.rotary):
-            sizes = {c.heads(layer).rotary_size for layer, r in enumerate(c.rotary) if r == i}
-            for size in sorted(sizes) or [2 * frequencies.numel()]:
-                check_weight(f"rotary[{i}]", frequencies, (size // 2,), optional=False)
-        for name in ("final_norm_gamma", "final_norm_beta"):
-            check_weight(name, getattr(weights, name), (c.model_size,), optional=True)
-        check_weight("logits", weights.logits, shapes["logits"], optional=True)
-        check_per_layer(c, weights)
-        check_weight("logits_bias", weights.logits_bias, (c.vocab_size,), optional=True)
-        if len(weights.layers) != c.num_layers:
-            raise ValueError(
-                f"Decoding: weights.layers has {len(weights.layers)} entries; expected "
-                f"num_layers, {c.num_layers}"
-            )
-
     def _format_of_table(self, name: str) -> int:
         """Return how the rows of tokens are held."""
         if name == "embedding":
             return self.sizes[_EMBEDDING_FORMAT]
-        return _EMBEDDINGS.get(self.weight_format, _IS_PACKED)
+        return _EMBEDDINGS.get(self.weight_format, IS_PACKED)
 
     def _set_numbers(self, embedding_format: int) -> None:
         c = self.config
@@ -309,7 +322,7 @@ class PackedCausalModel:
             of_global.rotary_size,
             int(c.value_norm),
             c.per_layer_size,
-            _EMBEDDINGS.get(self.weight_format, _IS_PACKED),
+            _EMBEDDINGS.get(self.weight_format, IS_PACKED),
             int(norm_first),
         ]
         self.numbers = [
@@ -384,7 +397,7 @@ class PackedCausalModel:
     def _parts_of_model(
         self, weights: CausalWeights, embedding_format: int
     ) -> dict[str, LinearWeight | None]:
-        is_read_from_logits = embedding_format == _IS_LOGITS
+        is_read_from_logits = embedding_format == IS_LOGITS
         rotary, most = None, max(map(len, weights.rotary), default=0)
         if weights.rotary:
             padded = [F.pad(r.float().cpu(), (0, most - len(r))) for r in weights.rotary]
@@ -400,6 +413,10 @@ class PackedCausalModel:
             "per_layer_embedding": weights.per_layer_embedding,
             "per_layer_projection": weights.per_layer_projection,
             "per_layer_norm_gamma": weights.per_layer_norm_gamma,
+            "embedding_norm_gamma": weights.embedding_norm_gamma,
+            "hidden_norm_gamma": weights.hidden_norm_gamma,
+            "embedding_projection": weights.embedding_projection,
+            "hidden_projection": weights.hidden_projection,
         }
 
     def _most_bytes(self, weights: CausalWeights) -> int:
@@ -409,81 +426,62 @@ class PackedCausalModel:
         layers = sum(self._most_layer_bytes(i) for i in range(c.num_layers))
         positions = 0 if weights.positions is None else weights.positions.numel()
         rotary = len(weights.rotary) * max(map(len, weights.rotary), default=0)
-        of_model = 4 * (positions + rotary + 2 * size + c.vocab_size + c.per_layer_size)
+        of_model = 4 * (positions + rotary + 4 * size + c.vocab_size + c.per_layer_size)
         for name, shape in model_shapes(c).items():
-            is_linear = name == "per_layer_projection"
+            is_linear = name in PROJECTIONS
             kind = self.weight_format if is_linear else format_of_head(self.weight_format)
             most = max(most_packed_bytes(shape, kind), most_packed_bytes(shape, self.weight_format))
             of_model += most if is_linear else most + 4 * math.prod(shape)
-        return of_model + layers + _NUM_COLUMNS * _ALIGNMENT
+        return of_model + layers + _NUM_COLUMNS * ALIGNMENT
 
     def _most_layer_bytes(self, layer: int) -> int:
         c = self.config
-        total, floats = _NUM_COLUMNS * _ALIGNMENT, 16 * c.model_size + c.num_heads
+        total, floats = _NUM_COLUMNS * ALIGNMENT, 16 * c.model_size + c.num_heads
         for name, (count, shape) in self._layer_shapes(layer).items():
             if 0 in shape or (name == "ffn_gate" and not c.gated):
                 continue
-            kind = _format_of(name, self.weight_format)
+            kind = format_of(name, self.weight_format)
             total += count * most_packed_bytes(shape, kind)
             floats += 2 * count * shape[0]
         floats += sum(map(math.prod, state_shapes(c.mixers[layer]).values()))
         return total + 4 * floats
 
-    def _pack_matrices(
-        self, name: str, matrices: Any, shape: tuple[int, int], memory: Tensor
-    ) -> int:
-        """Write the matrices of experts one behind the other; return their bytes."""
-        used, size = 0, None
-        for i in range(len(matrices)):
-            matrix = matrices[i]  # one at a time
-            check_weight(f"{name}[{i}]", matrix, shape, optional=False)
-            if isinstance(matrix, JoinedWeight):
-                matrix = matrix.dequantize()
-            added = pack_weight_into(matrix, self.weight_format, memory[used:])
-            if size not in (None, added):
-                raise ValueError(
-                    f"Decoding: weights.{name}[{i}] takes {added} bytes; expected {size}, in the "
-                    "format of those before"
-                )
-            used, size = used + added, added
-        return used
-
-    def _pack(self, weights: CausalWeights, embedding_format: int) -> None:
-        c, layout = self.config, self.layout
+    def _pack_all(self, weights: CausalWeights, embedding_format: int) -> None:
+        """Pack the weights, and behind them those of ``mtp`` that are not these."""
+        size = self._most_bytes(weights)
+        if self.mtp is not None and weights.mtp is not None:
+            size += self.mtp._most_bytes(weights.mtp[1])
+        formats = {name: self._format_of_table(name) for name in TABLES}
         # Pages that nothing is written to are never had of the system.
-        memory, used = new_memory(self._most_bytes(weights)), 0
-        matrices = expert_shapes(c)
+        memory = WeightMemory(new_memory(size), self.weight_format, formats)
+        self._pack(self._parts_of_model(weights, embedding_format), weights.layers, memory)
+        self.own_bytes = memory.used
+        if self.mtp is not None and weights.mtp is not None:
+            of_mtp = self.mtp._parts_of_model(weights.mtp[1], embedding_format)
+            for name in _SHARED_PARTS:
+                column = _MODEL_PARTS.index(name)
+                self.mtp.layout[0, column] = self.layout[0, column]
+                of_mtp[name] = None
+            self.mtp._pack(of_mtp, weights.mtp[1].layers, memory)
+            self.mtp.memory = memory.memory[: memory.used]
+        self.memory = memory.memory[: memory.used]
 
-        def put(row: int, column: int, name: str, value: Any) -> None:
-            nonlocal used
-            layout[row, column] = used
-            if name in matrices:
-                size = self._pack_matrices(f"layers[{row - 1}].{name}", value, matrices[name],
-                                           memory[used:])  # fmt: skip
-            elif name in _LINEAR or (name in _TABLES and self._format_of_table(name) == _IS_PACKED):
-                is_table = name in (*_TABLES, "logits")
-                kind = format_of_head(self.weight_format) if is_table else self.weight_format
-                size = pack_weight_into(value, _format_of(name, kind), memory[used:])
-            else:
-                value = value if isinstance(value, Tensor) else value.dequantize()
-                value = value.T if name == "convolution" else value  # tap by tap
-                is_half = name in _TABLES and self._format_of_table(name) == _IS_BFLOAT16
-                dtype = torch.bfloat16 if is_half else torch.float32
-                size = value.numel() * dtype.itemsize
-                memory[used : used + size].view(dtype).view(value.shape).copy_(value.detach())
-            end = used + -(-size // _ALIGNMENT) * _ALIGNMENT
-            memory[used + size : end] = 0  # the same weights give the same bytes
-            used = end
-
+    def _pack(
+        self,
+        of_model: dict[str, LinearWeight | None],
+        layers: Sequence[CausalLayerWeights],
+        memory: WeightMemory,
+    ) -> None:
+        """Write the weights behind what a memory has."""
+        c, layout, matrices = self.config, self.layout, expert_shapes(self.config)
         with torch.no_grad():
-            of_model = self._parts_of_model(weights, embedding_format)
-            for column, (name, value) in enumerate(of_model.items()):
-                if value is not None:
-                    put(0, column, name, value)
-            del of_model
+            for column, name in enumerate(_MODEL_PARTS):
+                if (value := of_model.pop(name)) is not None:
+                    layout[0, column] = memory.write("", name, value, {})
+                del value
             norms_all_heads = None
             for i in range(c.num_layers):
-                layer = weights.layers[i]
+                layer = layers[i]
                 check_layer(c, f"layers[{i}]", layer, i)
                 for_all = norms_of_all_heads(c.heads(i), layer)
                 if None not in (norms_all_heads, for_all) and norms_all_heads != for_all:
@@ -495,6 +493,5 @@ class PackedCausalModel:
                 norms_all_heads = for_all if norms_all_heads is None else norms_all_heads
                 for column, (name, value) in enumerate(layer._asdict().items(), start=_NUM_NUMBERS):
                     if value is not None:
-                        put(i + 1, column, name, value)
+                        layout[i + 1, column] = memory.write(f"layers[{i}].", name, value, matrices)
             self.sizes[_NORMS_ALL_HEADS] = int(bool(norms_all_heads))
-        self.memory = memory[:used]

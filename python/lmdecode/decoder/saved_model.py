@@ -175,6 +175,10 @@ def _take(model: PackedModel, memory: Tensor) -> None:
     if isinstance(model, PackedCausalModel):
         nothing = torch.empty(0, dtype=torch.int64)
         CausalCaches(model, 1, 1, max_rows=1).forward(nothing, nothing.view(0, 4), 0)
+        if model.mtp is not None:
+            rows = torch.empty(0, model.config.model_size)
+            caches = CausalCaches(model.mtp, 1, 1, max_rows=1)
+            caches.forward(nothing, nothing.view(0, 4), 0, hidden_in=rows)
 
 
 def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dict[str, Any]]:

@@ -54,7 +54,7 @@ def _is_path(source: str | os.PathLike[str]) -> bool:
 
 
 def load_parts(
-    source: str | os.PathLike[str], *, keeps_blocks: bool = False
+    source: str | os.PathLike[str], *, keeps_blocks: bool = False, mtp: bool = False
 ) -> tuple[Any, Any, Any]:
     """Return a model, and the config and the weights that ``Decoding`` takes of it.
 
@@ -65,6 +65,8 @@ def load_parts(
         transformers.
     keeps_blocks : bool
         Whether the linear weights of a GGUF file stay in their blocks.
+    mtp : bool
+        Whether the weights have those that predict further tokens, of a folder of safetensors.
 
     Raises
     ------
@@ -74,6 +76,11 @@ def load_parts(
     if _is_path(source) and not os.path.exists(source):
         raise FileNotFoundError(
             f"Decoding.from_pretrained: there is no file or folder {os.fspath(source)!r}"
+        )
+    if mtp and (is_gguf(source) or is_ctranslate2(Path(source))):
+        raise ValueError(
+            f"Decoding.from_pretrained: mtp is True for {os.fspath(source)}; expected False for a "
+            "file of llama.cpp or a folder of CTranslate2"
         )
     if is_gguf(source):
         from lmdecode.formats.gguf.model import load_parts as load_gguf
@@ -86,7 +93,7 @@ def load_parts(
     from lmdecode.integrations.transformers.decoding.models import load_parts as load_folder
 
     try:
-        return load_folder(source)
+        return load_folder(source, mtp=mtp)
     except OSError as error:
         if not (Path(source) / MANIFEST).is_file():
             raise

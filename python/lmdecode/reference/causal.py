@@ -15,7 +15,7 @@ from lmdecode.reference.decoder import activated, feed_forward, normed
 from lmdecode.reference.experts import experts, experts_beside
 from lmdecode.reference.mixers import gated_delta_rule, mamba2, short_convolution
 
-__all__ = ["CausalCache", "causal_logits"]
+__all__ = ["CausalCache", "causal_hidden", "causal_logits"]
 
 # Keys and values of each layer, [num_kv_heads, length, head_size]; of a layer with a mixer the
 # convolution's last inputs and what else its state is; of a layer with another layer's keys those.
@@ -149,12 +149,64 @@ def _feed_forward(config: CausalConfig, number: int, w: CausalLayerWeights, x: T
     return experts_beside(config, w, x, given, F.linear)
 
 
+def _wide(tensor: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor in a dtype; experts' matrices are widened when they are used."""
+    return tensor.to(dtype) if isinstance(tensor, Tensor) else tensor
+
+
+@torch.no_grad()
+def causal_hidden(
+    config: CausalConfig,
+    weights: CausalWeights,
+    tokens: Tensor,
+    *,
+    hidden: Tensor | None = None,
+    cache: CausalCache | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return what is behind the final norm of each token of a text: [T, D] in ``dtype``.
+
+    The parameters are those of ``causal_logits``.
+    """
+    cache = [] if cache is None else cache
+    attention = config.mixers.index(None)
+    past = cache[attention][0].shape[1] if cache else 0
+    x = weights.embedding.to(dtype)[tokens] * config.embedding_scale
+    if weights.positions is not None:
+        x = x + weights.positions[past : past + tokens.shape[0]].to(dtype)
+    if weights.hidden_projection is not None:
+        assert hidden is not None and weights.embedding_projection is not None
+        x = _norm(config, x, _wide(weights.embedding_norm_gamma, dtype), None)
+        before = _norm(config, hidden.to(dtype), _wide(weights.hidden_norm_gamma, dtype), None)
+        x = F.linear(x, weights.embedding_projection.to(dtype))
+        x = x + F.linear(before, weights.hidden_projection.to(dtype))
+    inputs = None
+    if config.per_layer_size:
+        inputs = _per_layer_inputs(config, weights, tokens, x)
+    for number, layer in enumerate(weights.layers):
+        w = CausalLayerWeights(*(_wide(value, dtype) for value in layer))
+        given = _norm(config, x, w.attention_norm_gamma, w.attention_norm_beta)
+        if config.mixers[number] is None:
+            out = _attention(config, number, w, weights.rotary, given, cache, past)
+        else:
+            out = _mixed(config, number, w, given, cache)
+        x = x + _norm(config, out, w.attention_out_norm_gamma, None)
+        out = _feed_forward(config, number, w, x)
+        x = x + _norm(config, out, w.ffn_out_norm_gamma, None)
+        if inputs is not None:
+            x = _with_input(config, w, x, inputs[:, number])
+        x = x if w.layer_scale is None else x * w.layer_scale
+    beta = _wide(weights.final_norm_beta, dtype)
+    return _norm(config, x, _wide(weights.final_norm_gamma, dtype), beta)
+
+
 @torch.no_grad()
 def causal_logits(
     config: CausalConfig,
     weights: CausalWeights,
     tokens: Tensor,
     *,
+    hidden: Tensor | None = None,
     cache: CausalCache | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -166,6 +218,9 @@ def causal_logits(
         The model.
     tokens : Tensor
         int64 [T]: the text, or what follows on that whose keys and values are in ``cache``.
+    hidden : Tensor, optional
+        [T, D], for a model with ``hidden_projection``: what another model has behind its final norm
+        of the token before each. See ``causal_hidden``.
     cache : list, optional
         Of each layer the keys, turned, and the values, [num_kv_heads, length, head_size], all from
         position 0 on. Those of ``tokens`` are appended. Of layers with a mixer the state behind the
@@ -179,34 +234,7 @@ def causal_logits(
     Tensor
         [T, V] in ``dtype``.
     """
-    cache = [] if cache is None else cache
-
-    def wide(tensor: Any) -> Any:  # experts' matrices are widened when they are used
-        return tensor.to(dtype) if isinstance(tensor, Tensor) else tensor
-
-    attention = config.mixers.index(None)
-    past = cache[attention][0].shape[1] if cache else 0
-    embedding = weights.embedding.to(dtype)
-    x = embedding[tokens] * config.embedding_scale
-    if weights.positions is not None:
-        x = x + weights.positions[past : past + tokens.shape[0]].to(dtype)
-    inputs = None
-    if config.per_layer_size:
-        inputs = _per_layer_inputs(config, weights, tokens, x)
-    for number, layer in enumerate(weights.layers):
-        w = CausalLayerWeights(*map(wide, layer))
-        given = _norm(config, x, w.attention_norm_gamma, w.attention_norm_beta)
-        if config.mixers[number] is None:
-            out = _attention(config, number, w, weights.rotary, given, cache, past)
-        else:
-            out = _mixed(config, number, w, given, cache)
-        x = x + _norm(config, out, w.attention_out_norm_gamma, None)
-        out = _feed_forward(config, number, w, x)
-        x = x + _norm(config, out, w.ffn_out_norm_gamma, None)
-        if inputs is not None:
-            x = _with_input(config, w, x, inputs[:, number])
-        x = x if w.layer_scale is None else x * w.layer_scale
-    x = _norm(config, x, wide(weights.final_norm_gamma), wide(weights.final_norm_beta))
-    head = embedding if weights.logits is None else weights.logits.to(dtype)
-    logits = F.linear(x, head, wide(weights.logits_bias)) * config.logits_scale
-    return _softcap(logits, config.logits_softcap)
+    x = causal_hidden(config, weights, tokens, hidden=hidden, cache=cache, dtype=dtype)
+    head = weights.embedding if weights.logits is None else weights.logits
+    logits = F.linear(x, head.to(dtype), _wide(weights.logits_bias, dtype))
+    return _softcap(logits * config.logits_scale, config.logits_softcap)

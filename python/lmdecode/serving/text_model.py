@@ -112,6 +112,7 @@ class TextModel:
         tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
         chat_template: str | os.PathLike[str] | ChatTemplate | None = None,
         progress: Callable[[str], None] | None = None,
+        mtp: bool = False,
     ) -> TextModel:
         """Load a model and what turns texts into its tokens.
 
@@ -134,6 +135,8 @@ class TextModel:
             Instead of the model's own: a template, or the path of a file that has one.
         progress : callable, optional
             Is given a line of text when something begins that takes time.
+        mtp : bool
+            See ``Decoding.from_pretrained``. A saved model has these weights, or it has not.
 
         Raises
         ------
@@ -148,7 +151,7 @@ class TextModel:
         path = local_path(model)
         found = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer or path)
         template = _template(chat_template, found)
-        decoding = _decoding(path, dtype, cache_dtype, progress)
+        decoding = _decoding(path, dtype, cache_dtype, progress, mtp=mtp)
         config = {} if is_gguf(path) else read_json(path / "generation_config.json")
         length = _context_length(path, decoding)
         ends: list[Any] = [*found.eos_token_ids]
@@ -185,6 +188,8 @@ def _decoding(
     dtype: str | torch.dtype | None,
     cache_dtype: str | torch.dtype | None,
     progress: Callable[[str], None] | None,
+    *,
+    mtp: bool,
 ) -> Decoding:
     if (path / MANIFEST).is_file():
         decoding = Decoding.load(path, cache_dtype=cache_dtype)
@@ -200,7 +205,11 @@ def _decoding(
     if progress is not None:
         progress(f"Packing the weights of {path.name} as {kind}")
     return Decoding.from_pretrained(
-        path, None if kind == AS_IT_IS else kind, cache_dtype=cache_dtype, keep_model=False
+        path,
+        None if kind == AS_IT_IS else kind,
+        cache_dtype=cache_dtype,
+        keep_model=False,
+        mtp=mtp,
     )
 
 

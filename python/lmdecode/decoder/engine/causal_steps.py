@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.engine.drafts import DraftAsk, Drafts
+from lmdecode.decoder.engine.drafts import DraftAsk, Drafts, HiddenRows
 from lmdecode.decoder.engine.model_steps import StepLogits
 from lmdecode.decoder.engine.places import Places
 from lmdecode.decoder.engine.prompts import Part, PromptReader, add_parts
@@ -45,7 +45,7 @@ class CausalSteps:
         most_rows: int = 0,
     ) -> None:
         self.caches, self._max_step_tokens = caches, max_step_tokens
-        self.places = Places(caches)
+        self.places = Places(caches, None if drafts is None else drafts.share)
         self._stored = None if store is None else StoredPrompts(store, caches)
         self._reader: PromptReader[WrittenSequence] = PromptReader(self.places, self._stored)
         self._drafts, self._most_rows = drafts, most_rows
@@ -105,7 +105,12 @@ class CausalSteps:
             sequence.read + count == len(sequence.request.prompt_ids) for sequence, count in parts
         )
         num_logits = len(drawn.running) + sum(map(len, drafts)) + len(searched.places) + ends
-        logits = self.caches.forward(ids, entries, num_logits)
+        if self._drafts is not None and self._drafts.sees_hidden:
+            hidden = torch.empty(len(ids), self.caches.model.config.model_size, device="cpu")
+            logits = self.caches.forward(ids, entries, num_logits, hidden_out=hidden)
+            self._drafts.observe(_hidden_rows(drawn, searched, parts, drafts, hidden))
+        else:
+            logits = self.caches.forward(ids, entries, num_logits)
         begun = (part[0] for part in parts if self._reader.advance(part))
         return StepLogits(logits, begun, drafts)
 
@@ -163,6 +168,30 @@ class CausalSteps:
         """See ``ModelSteps``."""
         if self._stored is not None:
             self._stored.flush(but=self._reader.sequences)
+
+
+def _hidden_rows(
+    drawn: DrawnRows,
+    searched: SearchedRows,
+    parts: list[Part[WrittenSequence]],
+    drafts: list[list[int]],
+    hidden: Tensor,
+) -> list[HiddenRows]:
+    """Return the hidden rows of sampled sequences and of prompts, in the order of ``_inputs``."""
+    found, at = [], 0
+    for i, sequence in enumerate(drawn.running):
+        end = at + 1 + (len(drafts[i]) if drafts else 0)
+        found.append(HiddenRows(sequence.places[0], -1, (), hidden[at:end]))
+        at = end
+    for kind in (DrawnSequence, SearchedSequence):
+        for reader, count in parts:
+            if isinstance(reader, kind):
+                begin, end = reader.read, at + count
+                tokens = reader.prompt_ids[begin : begin + count]
+                found.append(HiddenRows(reader.places[0], begin, tokens, hidden[at:end]))
+                at = end
+        at += len(searched.places)
+    return found
 
 
 def _inputs(

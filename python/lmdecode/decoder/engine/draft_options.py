@@ -9,10 +9,13 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.assistant_drafts import Assistant
 from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.decoder.engine.lookup_drafts import PromptLookup
+from lmdecode.decoder.engine.mtp_drafts import Mtp
 
 __all__ = ["drafting_of", "is_padding"]
 
 _NUM_TOKENS = 5
+_NUM_MTP_TOKENS = 3  # a layer that has learned to predict one more is less sure of further ones
+_MTP = "mtp"
 _CONFIDENCE_THRESHOLD = 0.4
 _SCHEDULES = ("constant", "heuristic_transient")
 _MOST = 1 << 10  # tokens of an assistant's draft
@@ -23,6 +26,30 @@ _PADDING = 0.01  # of a vocabulary: of Qwen 2.5's 0.1 %, of Gemma 3's 0.03 %, of
 def is_padding(size: int, other: int) -> bool:
     """Tell whether two sizes of a vocabulary may differ by its padding alone."""
     return abs(size - other) <= _PADDING * max(size, other)
+
+
+def _assistant_of(
+    op: str, model: PackedCausalModel, assistant_model: Any, has_same_tokens: bool
+) -> PackedCausalModel:
+    """Return the model that drafts."""
+    if isinstance(assistant_model, str) and assistant_model == _MTP:
+        if model.mtp is None:
+            raise ValueError(
+                f"{op}: assistant_model is 'mtp' for a model without these weights; expected one "
+                "that Decoding.from_pretrained loaded with mtp=True"
+            )
+        return model.mtp
+    assistant = getattr(assistant_model, "decoder", None)
+    if not isinstance(assistant, PackedCausalModel):
+        expected = "a lmdecode.Decoding of a decoder-only model, or 'mtp'"
+        raise type_error(op, "assistant_model", assistant_model, expected)
+    vocab, own = model.config.vocab_size, assistant.config.vocab_size
+    if not has_same_tokens and not is_padding(own, vocab):
+        raise ValueError(
+            f"{op}: assistant_model has a vocabulary of {own} tokens; expected {vocab}, that of "
+            f"the model, or so with padding, at most {_PADDING:.0%} more or fewer"
+        )
+    return assistant
 
 
 def drafting_of(
@@ -74,18 +101,10 @@ def drafting_of(
             f"{op}: prompt_lookup_num_tokens is {prompt_lookup_num_tokens}; expected None with an "
             "assistant_model"
         )
-    assistant = getattr(assistant_model, "decoder", None)
-    if not isinstance(assistant, PackedCausalModel):
-        expected = "a lmdecode.Decoding of a decoder-only model"
-        raise type_error(op, "assistant_model", assistant_model, expected)
-    vocab, own = model.config.vocab_size, assistant.config.vocab_size
-    if not has_same_tokens and not is_padding(own, vocab):
-        raise ValueError(
-            f"{op}: assistant_model has a vocabulary of {own} tokens; expected {vocab}, that of "
-            f"the model, or so with padding, at most {_PADDING:.0%} more or fewer"
-        )
+    assistant = _assistant_of(op, model, assistant_model, has_same_tokens)
     count, threshold = num_assistant_tokens, assistant_confidence_threshold
-    count = _NUM_TOKENS if count is None else count
+    if count is None:
+        count = _NUM_MTP_TOKENS if assistant is model.mtp else _NUM_TOKENS
     threshold = _CONFIDENCE_THRESHOLD if threshold is None else threshold
     limits = f"1 to {_MOST}"
     count = check_int(op, "num_assistant_tokens", count, 1, _MOST, limits=limits)
@@ -94,4 +113,7 @@ def drafting_of(
         raise ValueError(f"{op}: assistant_confidence_threshold is {threshold}; expected 0 to 1")
     schedule: Any = num_assistant_tokens_schedule or _SCHEDULES[0]
     check_choice(op, "num_assistant_tokens_schedule", schedule, _SCHEDULES)
-    return Assistant(count, threshold, schedule, assistant, vocab, assistant_model.cache_dtype)
+    if assistant is model.mtp:
+        return Mtp(count, threshold, schedule, assistant)
+    vocab, cache_dtype = model.config.vocab_size, assistant_model.cache_dtype
+    return Assistant(count, threshold, schedule, assistant, vocab, cache_dtype)

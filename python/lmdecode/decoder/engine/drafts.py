@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from lmdecode.sampling.sampler_rows import RowRules
 
-__all__ = ["DraftAsk", "DraftSource", "Drafting", "Drafts"]
+__all__ = ["DraftAsk", "DraftSource", "Drafting", "Drafts", "HiddenRows", "HiddenSource"]
 
 
 class DraftAsk(NamedTuple):
@@ -56,6 +58,39 @@ class DraftSource(Protocol):
         """End a text."""
 
 
+class HiddenRows(NamedTuple):
+    """What a model has behind its final norm of tokens of a text that it has read.
+
+    Attributes
+    ----------
+    row : int
+        The text's row.
+    begin : int
+        Number of tokens of the prompt before these; -1: these follow the prompt. Then they are the
+        last chosen token and the draft behind it.
+    tokens : sequence of int
+        The tokens of a prompt.
+    hidden : Tensor
+        [n, D] float32.
+    """
+
+    row: int
+    begin: int
+    tokens: Sequence[int]
+    hidden: Tensor
+
+
+@runtime_checkable
+class HiddenSource(DraftSource, Protocol):
+    """A source that sees what the model computes, also of prompts of rows without a text yet."""
+
+    def observe(self, steps: Sequence[HiddenRows]) -> None:
+        """Take the hidden rows of a step; every row is there at most once."""
+
+    def share(self, row: int, of: int, length: int) -> None:
+        """Let a row begin with the first tokens of the prompt of another, or of itself."""
+
+
 class Drafting(Protocol):
     """Settings of a kind of drafts."""
 
@@ -84,6 +119,7 @@ class Drafts:
 
     def __init__(self, source: DraftSource) -> None:
         self._source: DraftSource | None = source
+        self._observer = source if isinstance(source, HiddenSource) else None
 
     def begin(
         self, row: int, prompt: Sequence[int], rules: RowRules, ends: Collection[int]
@@ -104,6 +140,27 @@ class Drafts:
                 self._fail(error)
         return [[] for _ in asks]
 
+    @property
+    def sees_hidden(self) -> bool:
+        """Whether the source is a ``HiddenSource``."""
+        return self._observer is not None
+
+    def observe(self, steps: Sequence[HiddenRows]) -> None:
+        """See ``HiddenSource``."""
+        if self._observer is not None:
+            try:
+                self._observer.observe(steps)
+            except Exception as error:
+                self._fail(error)
+
+    def share(self, row: int, of: int, length: int) -> None:
+        """See ``HiddenSource``; nothing for other sources."""
+        if self._observer is not None:
+            try:
+                self._observer.share(row, of, length)
+            except Exception as error:
+                self._fail(error)
+
     def end(self, row: int) -> None:
         """See ``DraftSource``."""
         if self._source is not None:
@@ -113,5 +170,5 @@ class Drafts:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        self._source = None
+        self._source = self._observer = None
         warnings.warn(f"Texts go on without drafts: {error}", RuntimeWarning, stacklevel=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,10 +34,14 @@ class Places:
     ----------
     caches : CausalCaches
         The caches with these places.
+    shared : callable, optional
+        Is told what ``share`` has shared: the place, the other one, and the number of tokens.
     """
 
-    def __init__(self, caches: CausalCaches) -> None:
-        self._caches = caches
+    def __init__(
+        self, caches: CausalCaches, shared: Callable[[int, int, int], None] | None = None
+    ) -> None:
+        self._caches, self._shared = caches, shared
         self._prompts: dict[int, tuple[int, ...]] = {}  # prompts of places in use and of kept ones
         self._loaded: dict[int, int] = {}  # these places cannot go back to shorter lengths
         # An ordered set; the last of the empty ones is taken first.
@@ -123,6 +127,8 @@ class Places:
             self._loaded.pop(place, None)
             return 0
         self._loaded[place] = least
+        if self._shared is not None:
+            self._shared(place, of, length)
         return length
 
     def _forget(self, place: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.engine.drafts import Drafting, Drafts
+from lmdecode.decoder.engine.drafts import Drafting, Drafts, HiddenRows
 from lmdecode.integrations.transformers.decoding.lookahead import Lookahead
 from lmdecode.sampling.sampler_rows import RowRules
 
@@ -80,8 +80,10 @@ class CausalModel:
             dtype=cache_dtype,
             rollback=0 if drafts is None else drafts.drafting.most,
         )
+        self._hidden: list[Tensor] = []  # of the prompts that were read, as drafts see them
         self._entries = torch.tensor([[row, 1, 0, 1] for row in range(rows)])
         self._lookahead: Lookahead | None = None
+        self._drafts: Drafts | None = None
         if drafts is not None:
             self._lookahead = self._lookahead_of(drafts)
 
@@ -96,6 +98,7 @@ class CausalModel:
         begun = Drafts(source)
         for row, (prompt, rules) in enumerate(zip(prompts, drafts.rules, strict=True)):
             begun.begin(row, prompt, rules, drafts.ends)
+        self._drafts = begun
         return Lookahead(caches, [len(prompt) for prompt in prompts], begun)
 
     def read_prompts(self, input_ids: Tensor) -> Tensor:
@@ -107,6 +110,13 @@ class CausalModel:
                 leaders.append(row)
             parents.append(place)
         logits = self._read_prompts(leaders)
+        if self._drafts is not None and self._hidden:
+            steps = [
+                HiddenRows(row, 0, prompts[row].tolist(), self._hidden[place])
+                for row, place in enumerate(parents)
+            ]
+            self._drafts.observe(steps)
+            self._hidden = []
         if len(leaders) < len(prompts):
             of_rows = torch.tensor(parents)
             self.caches.reorder(torch.tensor(leaders)[of_rows])
@@ -117,7 +127,12 @@ class CausalModel:
         """Read the prompts of these rows; return the logits of their last tokens, [n, V]."""
         entries = torch.tensor([[row, len(self._prompts[row]), 1, 1] for row in leaders])
         tokens = torch.cat([self._prompts[row] for row in leaders])
-        return self.caches.forward(tokens, entries, len(leaders))
+        if self._drafts is None or not self._drafts.sees_hidden:
+            return self.caches.forward(tokens, entries, len(leaders))
+        hidden = torch.empty(len(tokens), self.caches.model.config.model_size)
+        logits = self.caches.forward(tokens, entries, len(leaders), hidden_out=hidden)
+        self._hidden = list(hidden.split(entries[:, 1].tolist()))
+        return logits
 
     def read(self, input_ids: Tensor) -> Tensor:
         last = input_ids[:, -1].contiguous()

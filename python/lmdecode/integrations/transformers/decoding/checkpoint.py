@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -198,15 +199,23 @@ class Checkpoint:
         ):
             return None
         for name, parameter in model.named_parameters():
-            if checkpoint._experts.has(name, list(parameter.shape)):
-                continue
-            found = checkpoint._experts.renamed(name) or name
-            if found in files:
-                if checkpoint.shape(found) != list(parameter.shape):
+            if not checkpoint.has(name, list(parameter.shape)):
+                found = checkpoint._experts.renamed(name) or name
+                if found in files or name not in tied:
                     return None
-            elif name not in tied:
-                return None
         return checkpoint
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the tensors."""
+        return self._files.keys()
+
+    def has(self, name: str, shape: list[int]) -> bool:
+        """Whether there is a parameter of this name and shape."""
+        if self._experts.has(name, shape):
+            return True
+        found = self._experts.renamed(name) or name
+        return found in self._files and self.shape(found) == shape
 
     def _file(self, name: str) -> Any:
         path = self._files[name]

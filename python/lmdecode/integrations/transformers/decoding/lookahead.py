@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.engine.drafts import DraftAsk, Drafts
+from lmdecode.decoder.engine.drafts import DraftAsk, Drafts, HiddenRows
 from lmdecode.integrations.transformers.sampling.read_ahead import ReadAhead
 
 __all__ = ["Lookahead"]
@@ -67,7 +67,15 @@ class Lookahead:
             tokens += [self._new[row][-1], *draft]
             self._new[row] = []
             entries.append([row, 1 + len(draft), 0, 1 + len(draft)])
-        logits = self._caches.forward(torch.tensor(tokens), torch.tensor(entries), len(tokens))
-        parts = logits.split([entry[1] for entry in entries])
+        counts, hidden = [entry[1] for entry in entries], None
+        if self._drafts.sees_hidden:
+            hidden = torch.empty(len(tokens), self._caches.model.config.model_size)
+        logits = self._caches.forward(
+            torch.tensor(tokens), torch.tensor(entries), len(tokens), hidden_out=hidden
+        )
+        if hidden is not None:
+            of_rows = zip(rows, hidden.split(counts), strict=True)
+            self._drafts.observe([HiddenRows(row, -1, (), part) for row, part in of_rows])
+        parts = logits.split(counts)
         for row, part in zip(rows, parts, strict=True):
             self._logits[row] = part

@@ -34,6 +34,7 @@ from lmdecode.integrations.transformers.decoding.modules import (
     t5_parts,
     t5_sizes,
 )
+from lmdecode.integrations.transformers.decoding.mtp import mtp_of
 from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 from lmdecode.linear.formats import is_kept
 
@@ -261,11 +262,11 @@ def load_model(name: str | os.PathLike[str], config: Any) -> Any:
     return kind.from_pretrained(name, config=config, dtype=torch.float32).eval()
 
 
-def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
+def load_parts(name: str | os.PathLike[str], *, mtp: bool = False) -> tuple[Any, Any, Any]:
     """Return a model, and the config and the weights of its decoder.
 
     A decoder-only model of a folder with safetensors comes without weights: each is read when it
-    is requested.
+    is requested. With ``mtp`` its weights have those that predict further tokens.
 
     Raises
     ------
@@ -289,9 +290,14 @@ def load_parts(name: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
         model = skeleton_of(folder, config)
         checkpoint = Checkpoint.of(folder, model)
         if checkpoint is not None:
-            return model, *causal_model_of(model, checkpoint.read)
+            config, weights = causal_model_of(model, checkpoint.read)
+            if mtp:
+                weights = weights._replace(mtp=mtp_of(model, weights, checkpoint))
+            return model, config, weights
         if keeps_blocks:
             raise refused(f"{name} has no blocks of MXFP4 for all of its experts; expected them")
+    if mtp:
+        raise refused(f"mtp is True for {name}; expected a folder with a model's safetensors")
     model = load_model(name, config)
     return model, *parts_of(model)
 
