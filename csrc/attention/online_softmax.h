@@ -8,6 +8,20 @@ namespace lmdecode::LMD_SIMD::attention {
 
 using namespace lmdecode::attention;
 
+// score * factor + shift. The two nearly cancel, so the product is not rounded before: where scores
+// are some tens that would cost a weight 2e-6.
+inline F32 exponent_of(F32 score, F32 factor, F32 shift) {
+#if defined(LMD_SIMD_AVX2) || defined(LMD_SIMD_AVX512)
+  return multiply_add(score, factor, shift);
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    const double product = static_cast<double>(score.v[i]) * static_cast<double>(factor.v[i]);
+    score.v[i] = static_cast<float>(product + static_cast<double>(shift.v[i]));
+  }
+  return score;
+#endif
+}
+
 class OnlineSoftmax {
  public:
   static constexpr int64_t kSumLanes = 16;
@@ -47,7 +61,7 @@ class OnlineSoftmax {
     for (int64_t key = begin; key < end; key += kSumLanes) {
       F32 weight[kParts];
       for (int i = 0; i < kParts; ++i) {
-        weight[i] = exp2_of(accumulate(load(scores + key + i * kLanes), factor, shift));
+        weight[i] = exp2_of(exponent_of(load(scores + key + i * kLanes), factor, shift));
         sum[i] = sum[i] + weight[i];
         put(key + i * kLanes, weight[i]);
       }

@@ -57,8 +57,9 @@ class TileAttention {
   static constexpr int64_t kStep = tuning::kStepKeys;
   // A score is the sum of one chain of additions for each 128 elements of the head, in their order:
   // one chain for all of a head of 512 has twice the rounding error. Tiles have a chain for each 32
-  // elements by themselves.
-  static constexpr int64_t kChain = Dot::kDepthUnit > 1 ? int64_t{1} << 30 : 128 / Dot::kPerElement;
+  // elements by themselves; so have levels that round products before they add them.
+  static constexpr int64_t kChain =
+      Dot::kDepthUnit > 1 ? int64_t{1} << 30 : (kHasFusedProducts ? 128 : 32) / Dot::kPerElement;
 
   static AttentionWorkspace split(const SlidingWindowAttentionParams& params, int64_t rows,
                                   void* memory) {

@@ -20,6 +20,7 @@ constexpr int kTileRowCount = 6;
 constexpr int64_t kPanelWidth = 64;
 
 #if defined(LMD_SIMD_AVX512) || defined(LMD_SIMD_AVX2)
+constexpr bool kHasFusedProducts = true;
 #if defined(LMD_SIMD_AVX512)
 constexpr int kTileVectors = 4;
 #else
@@ -40,6 +41,7 @@ struct Floats {
   static F32 zero() { return splat(0.0f); }
 };
 #else
+constexpr bool kHasFusedProducts = false;
 // Vectors of the compiler's: it keeps these in registers, and arrays of lanes it does not.
 constexpr int kTileVectors = 2;
 
