@@ -9,11 +9,11 @@
 #include <random>
 #include <vector>
 
-#include "amx_emulation.h"
 #include "check.h"
 #include "linear/linear_tuning.h"
 #include "linear/packed_linear_kernels.h"
 #include "linear/rotation.h"
+#include "tile_order.h"
 
 #if defined(LMD_HAS_X86_KERNELS)
 LMD_DECLARE_KERNELS_AT(avx512_amx_emulated, linear, extern const LinearKernels linear_kernels;)
@@ -89,15 +89,6 @@ struct Case {
   int64_t element_stride = 1;
   Activation activation = Activation::kNone;
 };
-
-float rounded_to_bfloat16(float value) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, &value, 4);
-  if (std::isnan(value)) return value;
-  bits = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
 
 // A random call: its arguments, and what a level makes of them.
 class Call {
@@ -194,26 +185,12 @@ class Call {
 
   // y in bfloat16 by the order of the sums of tiles, without an activation.
   std::vector<float> in_order_of_tiles() const {
-    const auto element = [&](const Memory<float>& from, int64_t row, int64_t row_stride, int64_t i,
-                             int64_t stride) {
-      return i < shape_.inputs ? rounded_to_bfloat16(from.get()[row * row_stride + i * stride])
-                               : 0.0f;
-    };
     std::vector<float> y;
     for (int64_t r = 0; r < shape_.rows; ++r) {
       for (int64_t o = 0; o < shape_.outputs; ++o) {
-        float sum = 0.0f;
-        for (int64_t first = 0; first < shape_.inputs; first += 32) {
-          float chain[2] = {0.0f, 0.0f};
-          for (int64_t i = first; i < first + 32; ++i) {
-            const float a =
-                element(x_, r, shape_.inputs * shape_.element_stride, i, shape_.element_stride);
-            const float b = element(weight_, o, out_stride_, i, shape_.in_stride);
-            chain[i % 2] = amx_emulation::flushed_multiply_add(a, b, chain[i % 2]);
-          }
-          const float both = amx_emulation::flushed_multiply_add(chain[0], 1.0f, chain[1]);
-          sum = amx_emulation::flushed_multiply_add(both, 1.0f, sum);
-        }
+        const float sum = amx_emulation::sum_in_order_of_tiles(
+            x_.get() + r * shape_.inputs * shape_.element_stride, shape_.element_stride,
+            weight_.get() + o * out_stride_, shape_.in_stride, shape_.inputs);
         y.push_back((sum + bias_.get()[o]) + residual_.get()[r * shape_.outputs + o]);
       }
     }
@@ -230,8 +207,8 @@ class Call {
           float a = x_.get()[(r * shape_.inputs + i) * shape_.element_stride];
           float b = weight_.get()[o * out_stride_ + i * shape_.in_stride];
           if (format == LinearFormat::kBFloat16) {
-            a = rounded_to_bfloat16(a);
-            b = rounded_to_bfloat16(b);
+            a = amx_emulation::rounded_to_bfloat16(a);
+            b = amx_emulation::rounded_to_bfloat16(b);
           }
           const double product = static_cast<double>(a) * static_cast<double>(b);
           sum += product;

@@ -1,5 +1,5 @@
 // What csrc/common/parallel.h takes of torch, without torch: parts of the size of the grain, taken
-// by four threads in whatever order.
+// by some threads in whatever order.
 #pragma once
 
 #include <atomic>
@@ -9,9 +9,9 @@
 
 namespace torch::stable {
 
-inline constexpr int kThreads = 4;
+inline int num_threads = 4;  // a test may ask for others
 
-inline uint32_t get_num_threads() { return kThreads; }
+inline uint32_t get_num_threads() { return static_cast<uint32_t>(num_threads); }
 
 template <class Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
@@ -22,7 +22,7 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
     }
   };
   std::vector<std::thread> threads;
-  for (int i = 1; i < kThreads && begin + i * grain < end; ++i) threads.emplace_back(take_parts);
+  for (int i = 1; i < num_threads && begin + i * grain < end; ++i) threads.emplace_back(take_parts);
   take_parts();
   for (std::thread& thread : threads) thread.join();
 }
