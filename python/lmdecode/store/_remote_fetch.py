@@ -14,6 +14,7 @@ from lmdecode.store.remote_values import (
     DamagedValueError,
     RemoteEntry,
     chain_key,
+    image_sizes,
     tails_name,
 )
 
@@ -34,7 +35,9 @@ class Fetch:
 
     Full chunks are asked for by their keys, many at a time. Where the next one is not there, a set
     names the lengths in which shorter entries continue the last one: of those the longest that
-    holds the tokens. Unlike the local store, entries that go on differently are not used in part.
+    holds the tokens. Where none is, and the last chunk has no state, those that continue the chunk
+    before are looked at, and so on, as only an entry with a state can be a hit's last one. Unlike
+    the local store, entries that go on differently are not used in part.
     """
 
     client: Any
@@ -43,6 +46,7 @@ class Fetch:
     ids: memoryview
     put: PutOptions
     progress: Progress
+    stateless: set[bytes] = field(default_factory=set)  # keys of entries that lack the state
 
     def run(self, local: LocalPrefix) -> None:
         """Fetch, insert, stop at the first entry that is not to be had."""
@@ -52,8 +56,8 @@ class Fetch:
         for line in local.entries:
             if line["count"] == chunk and line["num_tokens"] <= local.num_tokens:
                 position, key = line["num_tokens"], line["key"]
-        image_bytes = self.store.image_bytes(chunk)
-        full = RemoteEntry(key, root, self.store.values_by_column, image_bytes)
+        full = RemoteEntry(key, root, self.store.values_by_column, *image_sizes(self.store, chunk))
+        ends = [(position, full)]
         at_once = max(1, ROUND_TRIP_BYTES // full.num_bytes)
         while position + chunk <= total:
             entries, next_key = [], key
@@ -61,27 +65,40 @@ class Fetch:
                 next_key = chain_key(next_key, end, self.ids[end - chunk : end].tobytes())
                 entries.append(full.of(next_key))
             arrived = self._take(entries)
-            position += arrived * chunk
-            if arrived:
-                key = entries[arrived - 1].key
+            for entry in entries[:arrived]:
+                position, key = position + chunk, entry.key
+                ends.append((position, entry))
             if arrived < len(entries):
                 break
+        first = len(ends) - 1
+        while ends[first][1].key in self.stateless:
+            first -= 1
         if not self.progress.stopped:
-            self._take_tail(full.of(key), position, local.num_tokens - position)
+            self._take_tail(ends[first:], local.num_tokens)
 
-    def _take_tail(self, parent: RemoteEntry, position: int, known: int) -> None:
-        """Take the longest entry that is shorter than a chunk, but longer than what is known."""
-        longest = min(self.store.chunk_tokens - 1, len(self.ids) - position)
-        if longest <= max(known, 0):
+    def _take_tail(self, ends: list[tuple[int, RemoteEntry]], known: int) -> None:
+        """Take the longest entry that is shorter than a chunk, but longer than what is known.
+
+        It continues one of the ends of chunks, the last of them first.
+        """
+        ends = [end for end in ends[::-1] if self._longest_tail(end[0]) > max(known - end[0], 0)]
+        if not ends:
             return
-        members = self.client.smembers(tails_name(parent.key, parent.by_column))
-        counts = [int(member) for member in members if member.isdigit() and len(member) < 10]
-        for count in sorted(counts, reverse=True):
-            if max(known, 0) < count <= longest:
-                end = position + count
-                key = chain_key(parent.key, end, self.ids[position:end].tobytes())
-                if self._take([parent.of(key, self.store.image_bytes(count))]):
-                    return
+        with self.client.pipeline(transaction=False) as pipe:
+            for _, parent in ends:
+                pipe.smembers(tails_name(parent.key, parent.by_column))
+            tails = pipe.execute()
+        for (position, parent), members in zip(ends, tails, strict=True):
+            counts = [int(member) for member in members if member.isdigit() and len(member) < 10]
+            for count in sorted(counts, reverse=True):
+                if max(known - position, 0) < count <= self._longest_tail(position):
+                    end = position + count
+                    key = chain_key(parent.key, end, self.ids[position:end].tobytes())
+                    if self._take([parent.of(key, *image_sizes(self.store, count))]):
+                        return
+
+    def _longest_tail(self, position: int) -> int:
+        return min(self.store.chunk_tokens - 1, len(self.ids) - position)
 
     def _take(self, entries: list[RemoteEntry]) -> int:
         """Insert the leading entries that the server has whole; their number."""
@@ -101,8 +118,10 @@ class Fetch:
 
     def _insert(self, entry: RemoteEntry, values: list[bytes | None]) -> bool:
         counters = self.progress.counters
-        whole = [value for value in values if value is not None]
-        if len(whole) < len(values):
+        there = entry.there(values[0] or b"")
+        count = 1 if there is None else entry.values_of(there[0])
+        whole = [value for value in values[:count] if value is not None]
+        if len(whole) < count:
             counters["misses"] += 1
             return False
         counters["bytes_read"] += sum(map(len, whole))
@@ -124,4 +143,6 @@ class Fetch:
                 pipe.execute()
             return False
         counters["entries_fetched"] += inserted
+        if len(image) < entry.num_bytes:
+            self.stateless.add(entry.key)
         return inserted

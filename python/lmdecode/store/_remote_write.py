@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from typing import Any
 from lmdecode.store._local_prefix import LocalPrefix
 from lmdecode.store._native import Scope, Store
 from lmdecode.store.remote_values import (
+    HEAD_RANGE,
     ROUND_TRIP_BYTES,
-    USABLE_FROM_RANGE,
     RemoteEntry,
+    image_sizes,
     tails_name,
     usable_from,
 )
@@ -33,12 +33,14 @@ class Write:
         """Write, parents first."""
         root = parent = self.store.key(self.scope, b"")
         for index, line in enumerate(local.entries):
-            entry = RemoteEntry(line["key"], root, self.store.values_by_column, line["bytes"])
+            sizes = image_sizes(self.store, line["count"])
+            entry = RemoteEntry(line["key"], root, self.store.values_by_column, *sizes)
             left_ms = self._left_ms(line)
             if left_ms is not None and left_ms <= 0:
                 return
             there = self._renew(entry, left_ms)
-            # Of a model with windows an entry may lack some layers' tokens, and a later one not.
+            # Of a model with windows an entry may lack some layers' tokens, and a later one not;
+            # of one with states the state.
             if there != 0:
                 image = local.image(index)
                 if image is None:
@@ -65,16 +67,21 @@ class Write:
                     pipe.exists(name)
                 else:
                     pipe.pexpire(name, left_ms)
-            pipe.getrange(names[0], *USABLE_FROM_RANGE)
-            *present, field = pipe.execute()
-        return int(struct.unpack("<I", field)[0]) if all(present) and len(field) == 4 else None
+            pipe.getrange(names[0], *HEAD_RANGE)
+            *present, head = pipe.execute()
+        there = entry.there(head)
+        if there is None or not all(present[: entry.values_of(there[0])]):
+            return None
+        return there[1]
 
     def _write(
         self, entry: RemoteEntry, image: memoryview, expires_ms: int, left_ms: int | None
     ) -> None:
         waiting = 0
         with self.client.pipeline(transaction=False) as pipe:
-            for name, value in zip(entry.names, entry.values(image, expires_ms), strict=True):
+            for name in entry.names[entry.values_of(len(image)) :]:
+                pipe.unlink(name)
+            for name, value in zip(entry.names, entry.values(image, expires_ms), strict=False):
                 pipe.set(name, value, px=left_ms)
                 waiting += len(value)
                 self.counters["bytes_written"] += len(value)

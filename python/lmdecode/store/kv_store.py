@@ -128,7 +128,7 @@ class KVStore(Prefixes):
     OSError
         The directory cannot be created, read or written. ENOSPC: no space for a new store.
     ValueError
-        A wrong argument; capacity below one slot; ``remote`` with ``readonly`` or with states.
+        A wrong argument; capacity below one slot; ``remote`` with ``readonly``.
     TypeError
         ``fingerprint`` is no ``Fingerprint``; ``remote`` is neither a URL nor a ``Remote``;
         ``capacity_bytes`` or ``chunk_tokens`` is no int.
@@ -180,11 +180,6 @@ class KVStore(Prefixes):
             chunk_tokens = check_int("KVStore", "chunk_tokens", chunk_tokens, 1, _MAX_CHUNK_TOKENS)
         if readonly and remote is not None:
             raise ValueError("KVStore: remote with readonly=True; only a store that writes fetches")
-        if remote is not None and fingerprint.state_size:
-            raise ValueError(
-                "KVStore: remote with a fingerprint that has states; expected None, as a second "
-                "tier does not hold states"
-            )
         if isinstance(remote, str):
             remote = Remote(url=remote)
         elif remote is not None and not isinstance(remote, Remote):

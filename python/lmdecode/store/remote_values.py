@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
-from lmdecode.store._native import crc32c
+from lmdecode.store._native import Store, crc32c
 
 #: No value is longer: Redis and its clients copy values whole.
 MAX_VALUE_BYTES = 1 << 20
@@ -30,7 +30,9 @@ _MAX_PIECE_BYTES = MAX_VALUE_BYTES - _HEAD_BYTES
 _IMAGE_PLACE = struct.Struct("<32xI52x32s")
 _MAX_PIECES = 1 << 12  # of an image of 2 GiB, and then some
 _IMAGE_USABLE_FROM = struct.Struct("<36xI")
-USABLE_FROM_RANGE = (_FIELDS.size - 4, _FIELDS.size - 1)
+
+#: Bytes of a value that ``RemoteEntry.there`` takes.
+HEAD_RANGE = (0, _FIELDS.size - 1)
 
 
 class DamagedValueError(Exception):
@@ -48,6 +50,11 @@ def usable_from(image: memoryview) -> int:
     return int(_IMAGE_USABLE_FROM.unpack_from(image)[0])
 
 
+def image_sizes(store: Store, count: int) -> tuple[int, int]:
+    """Return the sizes of an image of so many tokens, with a state and without."""
+    return store.image_bytes(count), store.image_bytes(count, with_state=False)
+
+
 @dataclass(frozen=True)
 class RemoteEntry:
     """An entry as the second tier names it.
@@ -61,17 +68,24 @@ class RemoteEntry:
     by_column
         Layout of values.
     num_bytes
-        Size of the image.
+        Size of the image; of a model with states, with the state behind the entry's last token.
+    without_state
+        Size of the image without that state; None: the model has none.
     """
 
     key: bytes
     root: bytes
     by_column: bool
     num_bytes: int
+    without_state: int | None = None
 
-    def of(self, key: bytes, num_bytes: int | None = None) -> RemoteEntry:
-        """Another entry of the same tenant and context."""
-        return replace(self, key=key, num_bytes=num_bytes or self.num_bytes)
+    def of(
+        self, key: bytes, num_bytes: int | None = None, without_state: int | None = None
+    ) -> RemoteEntry:
+        """Another entry of the same tenant and context; without ``num_bytes`` as large as this."""
+        if num_bytes is None:
+            return replace(self, key=key)
+        return replace(self, key=key, num_bytes=num_bytes, without_state=without_state)
 
     @property
     def digest(self) -> bytes:
@@ -80,24 +94,32 @@ class RemoteEntry:
 
     @property
     def names(self) -> list[str]:
-        """Key of each value."""
+        """Key of each value; an image without the state may have fewer."""
         tag = _tag(self.digest)
-        return [f"{tag}:{piece}" for piece in range(len(self._pieces))]
+        return [f"{tag}:{piece}" for piece in range(len(_pieces(self.num_bytes)))]
 
-    @property
-    def _pieces(self) -> list[tuple[int, int]]:
-        """Begin and end of what each value holds of the image; sizes differ by one at most."""
-        count = -(-self.num_bytes // _MAX_PIECE_BYTES)
-        ends = [self.num_bytes * piece // count for piece in range(count + 1)]
-        return list(pairwise(ends))
+    def there(self, first: bytes) -> tuple[int, int] | None:
+        """Return what a first value tells: the image's size, and its ``usable_from``.
+
+        None: an image of this entry has no such size.
+        """
+        if len(first) < _FIELDS.size:
+            return None
+        fields = _FIELDS.unpack_from(first)
+        size = int(fields[7])
+        return (size, int(fields[-1])) if size in (self.num_bytes, self.without_state) else None
+
+    def values_of(self, size: int) -> int:
+        """Return the number of values of an image."""
+        return len(_pieces(size))
 
     def values(self, image: memoryview, expires_ms: int) -> Iterator[bytes]:
-        """Yield the value of each key."""
-        pieces = self._pieces
+        """Yield the value of each key, of the first ones without the state."""
+        pieces = _pieces(len(image))
         for piece, (begin, end) in enumerate(pieces):
             fields = _FIELDS.pack(
                 _MAGIC, _VERSION, _HEAD_BYTES, self.digest, self.root, piece, len(pieces),
-                self.num_bytes, begin, end - begin, expires_ms, usable_from(image),
+                len(image), begin, end - begin, expires_ms, usable_from(image),
             )  # fmt: skip
             content = bytes(image[begin:end])
             yield b"".join((fields, _CRC.pack(_checksum(fields, content, 0)), content))
@@ -115,9 +137,12 @@ class RemoteEntry:
         DamagedValueError
             A value is not one that belongs there.
         """
-        image = bytearray(self.num_bytes)
-        expires_ms = 0
-        for piece, ((begin, end), value) in enumerate(zip(self._pieces, values, strict=True)):
+        there = self.there(values[0])
+        if there is None:
+            raise DamagedValueError("of another length")
+        image, expires_ms = bytearray(there[0]), 0
+        pieces = _pieces(len(image))
+        for piece, ((begin, end), value) in enumerate(zip(pieces, values, strict=True)):
             if len(value) != _HEAD_BYTES + end - begin:
                 raise DamagedValueError("of another length")
             fields = value[: _FIELDS.size]
@@ -127,7 +152,7 @@ class RemoteEntry:
             *known, expires, _ = _FIELDS.unpack(fields)
             expected = [
                 _MAGIC, _VERSION, _HEAD_BYTES, self.digest, self.root, piece, len(values),
-                self.num_bytes, begin, end - begin,
+                len(image), begin, end - begin,
             ]  # fmt: skip
             if known != expected:
                 raise DamagedValueError("of another entry, fingerprint or format version")
@@ -175,6 +200,12 @@ class ValueHead:
         count, parent = _IMAGE_PLACE.unpack_from(image)
         pieces = min(fields[6], _MAX_PIECES)
         return cls(fields[4], [f"{tag}:{i}" for i in range(pieces)], image, parent, count)
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """Begin and end of what each value holds of an image; sizes differ by one at most."""
+    count = -(-size // _MAX_PIECE_BYTES)
+    return list(pairwise(size * piece // count for piece in range(count + 1)))
 
 
 def tails_name(parent: bytes, by_column: bool) -> str:
