@@ -5,7 +5,7 @@
 namespace lmdecode::decoder {
 namespace {
 
-constexpr size_t kConfigEntries = 37, kNumbers = 14;
+constexpr size_t kConfigEntries = 38, kNumbers = 14;
 
 // prefix: of the names of these sizes.
 void check_heads(const char* op, const char* prefix, const DecoderConfig& c,
@@ -92,6 +92,17 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   m.per_layer.rows.format = static_cast<EmbeddingFormat>(list.next("per_layer_format", 1, 3));
   c.ffn_size = std::max(c.ffn_size, m.per_layer.size);  // of scratch: layers have their own
   m.mixer.norm_first = list.next_flag("mixer_norm_first");
+  m.attention_beside = list.next_flag("attention_beside");
+  if (m.attention_beside) {
+    if (!m.mixer.is_mamba2() || c.attention_gate) {
+      fail(op, "config.attention_beside is 1; expected 0 without Mamba-2, and with a gate");
+    }
+    c.widest_projection += m.mixer.projected();
+    c.widest_mixed += m.mixer.mixed();
+    if (c.widest_projection >= kMaxDecoderSize) {
+      fail(op, "config has layers of ", c.widest_projection, " features; expected fewer than 2^31");
+    }
+  }
   const size_t rotary = static_cast<size_t>(m.num_rotary);
   if (numbers.size() != kNumbers + rotary) {
     fail(op, "numbers has ", numbers.size(), " entries; expected ", kNumbers + rotary);
@@ -199,6 +210,9 @@ StateCache state_cache(const char* op, TensorList& list, const kv_cache::BlockTa
   check_state_slots(op, slots, first.lengths);
   return states;
 }
+
+// Floats of a layer's state in that of the model, where every layer has one.
+int64_t padded_state(const MixerConfig& m) { return (m.state_size() + 15) / 16 * 16; }
 
 ExpertsWeights experts_of(WeightParts& parts, const DecoderConfig& c) {
   const ExpertsConfig& e = c.experts;
@@ -343,23 +357,31 @@ CausalWeightsModel::CausalWeightsModel(const char* op, const ModelArguments& fro
     layer.window = window == 0 ? attention::kUnlimited : window;
     layer.rotary = number("rotary", -1, model.num_rotary - 1);
     const bool has_mixers = model.mixer.kind != MixerKind::kNone;
-    layer.cache = number("cache", has_mixers ? -1 : 0, kMaxPagedCaches - 1);
+    const bool is_beside = model.attention_beside;
+    layer.cache = number("cache", has_mixers && !is_beside ? -1 : 0, kMaxPagedCaches - 1);
     layer.cache_layer =
-        number("cache_layer", 0, layer.has_state() ? kMaxDecoderSize - 1 : c.layers - 1);
-    layer.keys = static_cast<KeySource>(number("keys", 0, 2));
+        number("cache_layer", 0, layer.has_attention() ? c.layers - 1 : kMaxDecoderSize - 1);
+    if (!layer.has_attention()) layer.state = layer.cache_layer;
+    if (is_beside) layer.state = (i - 1) * padded_state(model.mixer);
+    layer.keys = static_cast<KeySource>(number("keys", 0, is_beside ? 0 : 2));
     layer.ffn_size = number("ffn_size", 1, c.ffn_size);
     const bool has_state = layer.has_state();
     if (layer.keys != KeySource::kShared) model.last_with_keys = i - 1;
     layer.heads = model.heads[window == 0 ? 0 : 1];
     LayerWeights& w = layer.weights;
     const int64_t query_size = c.heads * layer.heads.size, key_size = layer.heads.key_size();
-    const int64_t mixed = has_state ? model.mixer.mixed() : query_size;
+    int64_t mixed = query_size;
     int64_t projected = query_size * (c.attention_gate ? 2 : 1);
     if (layer.keys != KeySource::kShared) projected += key_size;
     w.qkv_stride = projected;
     if (layer.keys != KeySource::kShared) w.qkv_stride += key_size;
     if (layer.keys == KeySource::kOwn) projected += key_size;
-    if (has_state) projected = w.qkv_stride = model.mixer.projected();
+    if (!layer.has_attention()) projected = w.qkv_stride = mixed = 0;
+    if (has_state) {
+      projected += model.mixer.projected();
+      w.qkv_stride = projected;
+      mixed += model.mixer.mixed();
+    }
     const int64_t head = model.norms_all_heads ? query_size : layer.heads.size;
     const int64_t key_head = model.norms_all_heads ? key_size : layer.heads.size;
     w.self_norm = of_layer.norm("attention_norm_gamma", "attention_norm_beta", c.model_size);

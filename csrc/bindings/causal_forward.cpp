@@ -99,12 +99,12 @@ void check_layers(const CausalForwardParams& p) {
   const DecoderConfig& c = p.model->config;
   for (int64_t i = 0; i < c.layers; ++i) {
     const CausalLayer& layer = p.model->layers[i];
-    if (layer.has_state()) {
-      const int64_t end = layer.cache_layer + p.model->mixer.state_size();
-      if (end <= p.states.state_size) continue;
+    const int64_t end = layer.state + p.model->mixer.state_size();
+    if (layer.has_state() && end > p.states.state_size) {
       fail(kForwardOp, "layout[", i + 1, "] has a state that ends at ", end,
            "; expected caches.states with so many numbers, not ", p.states.state_size);
     }
+    if (!layer.has_attention()) continue;
     const bool is_there =
         layer.cache < p.num_caches && layer.cache_layer < p.caches[layer.cache].layers;
     const int64_t kept = is_there ? p.caches[layer.cache].window : 0;

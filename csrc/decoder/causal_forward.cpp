@@ -7,13 +7,13 @@
 #include "attention/sliding_window_decode.h"
 #include "common/float_mode.h"
 #include "common/parallel_rows.h"
+#include "decoder/causal_heads.h"
 #include "decoder/causal_rows.h"
 #include "decoder/causal_workspace.h"
 #include "decoder/decoder_tuning.h"
 #include "decoder/hidden_rows.h"
 #include "decoder/rotary_angles.h"
 #include "decoder/state_layer.h"
-#include "linear/norms.h"
 
 namespace lmdecode::decoder {
 namespace {
@@ -44,7 +44,7 @@ class CausalForward {
   // LayerAttention::self() of a layer.
   int64_t attend(const CausalLayer& layer, float* qkv, float* out, float* x);
   int64_t mix(const CausalLayer& layer, float* projected, float* out, float* x);
-  void prepare_heads(const CausalLayer& layer, float* qkv) const;
+  void run_mixer(const CausalLayer& layer, float* rows, float* out, int64_t out_stride) const;
 
  private:
   const CausalEntry& entry_of(const Segment& segment) const { return p_.entries[segment.entry]; }
@@ -256,21 +256,6 @@ class CausalForward {
 
   void run_layer(const CausalLayer& layer);
 
-  // gamma [size], or null: 1. first: of heads that begin in rows of this stride.
-  void norm_heads(const float* gamma, float* first, int64_t stride, int64_t all,
-                  int64_t size) const {
-    linear::NormParams params;
-    params.x_stride = params.y_stride = stride;
-    params.rows = rows_;
-    params.size = size;
-    params.gamma = gamma;
-    params.eps = c_.norm_epsilon;
-    for (int64_t at = 0; at < all; at += size) {
-      params.x = params.y = first + at;
-      c_.norm == NormKind::kLayerNorm ? layer_norm(params) : rms_norm(params);
-    }
-  }
-
   SlidingWindowAttentionParams attention_params(const CausalLayer& layer,
                                                 const AttentionGroup& group, const float* qkv,
                                                 float* out) const {
@@ -280,11 +265,12 @@ class CausalForward {
     a.sequences = group.sequences;
     a.q_heads = c_.heads;
     a.kv_heads = layer.heads.kv_heads;
-    const int64_t head_size = layer.heads.size, out_stride = c_.heads * head_size;
+    const int64_t head_size = layer.heads.size, query_size = c_.heads * head_size;
     a.head_size = a.value_size = head_size;
     a.kv_len = max_blocks_ * cache.table.block_size;
     const bool is_float = cache.dtype == DType::kFloat32;
-    const int64_t q_stride = is_float ? layer.weights.qkv_stride : out_stride;
+    const int64_t q_stride = is_float ? layer.weights.qkv_stride : query_size;
+    const int64_t out_stride = is_float ? attended_stride(layer) : query_size;
     a.q_strides = {q_stride, head_size, q_stride, 1};
     a.out_strides = {out_stride, head_size, out_stride, 1};
     if (is_float) {
@@ -308,6 +294,11 @@ class CausalForward {
     a.scale = c_.attention_scale;
     a.softcap = m_.attention_softcap;
     return a;
+  }
+
+  // Features of what attention gives, with those of the mixer beside it.
+  int64_t attended_stride(const CausalLayer& layer) const {
+    return c_.heads * layer.heads.size + (layer.has_state() ? m_.mixer.mixed() : 0);
   }
 
   void drop_blocks() const {
@@ -360,31 +351,13 @@ class CausalForward {
   int64_t rows_ = 0, num_segments_ = 0, num_logits_ = 0, logits_written_ = 0;
 };
 
-// Norms of the heads of what a layer's projection gave; values that are its keys.
-void CausalForward::prepare_heads(const CausalLayer& layer, float* qkv) const {
-  const HeadSizes& heads = layer.heads;
-  const int64_t stride = layer.weights.qkv_stride, query_size = c_.heads * heads.size;
-  const int64_t key_size = layer.keys == KeySource::kShared ? 0 : heads.key_size();
-  float* const keys = qkv + query_size;
-  float* const values = keys + key_size;
-  if (layer.keys == KeySource::kAreValues) {
-    const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(key_size);
-    parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        std::copy_n(keys + row * stride, key_size, values + row * stride);
-      }
-    });
-  }
-  const auto norm = [&](const float* gamma, float* first, int64_t all) {
-    norm_heads(gamma, first, stride, all, m_.norms_all_heads ? all : heads.size);
-  };
-  if (layer.query_norm != nullptr) norm(layer.query_norm, qkv, query_size);
-  if (layer.key_norm != nullptr) norm(layer.key_norm, keys, key_size);
-  if (m_.norms_values) norm_heads(nullptr, values, stride, key_size, heads.size);
-}
-
 int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, float* x) {
-  prepare_heads(layer, qkv);
+  if (layer.has_state()) {
+    const int64_t query_size = c_.heads * layer.heads.size;
+    run_mixer(layer, qkv + query_size + 2 * layer.heads.key_size(), out + query_size,
+              attended_stride(layer));
+  }
+  prepare_heads(m_, layer, rows_, qkv);
   const int64_t stride = layer.weights.qkv_stride, query_size = c_.heads * layer.heads.size;
   const PagedCache& cache = p_.caches[layer.cache];
   const bool is_float = cache.dtype == DType::kFloat32;
@@ -412,9 +385,14 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
   parallel_rows(rows_, row_nanoseconds,
                 [&](int64_t begin, int64_t end) { to_cache(rows, begin, end); });
   if (is_last(layer)) {
-    is_float ? keep_rows_with_logits(x, qkv, stride * 4)
-             : keep_rows_with_logits(x, w_.queries, query_size * 2,
-                                     c_.attention_gate ? qkv : nullptr, stride);
+    float* also = layer.has_state() ? out : nullptr;  // what the mixer gave
+    int64_t also_stride = attended_stride(layer);
+    if (c_.attention_gate && !is_float) {
+      also = qkv;
+      also_stride = stride;
+    }
+    is_float ? keep_rows_with_logits(x, qkv, stride * 4, also, also_stride)
+             : keep_rows_with_logits(x, w_.queries, query_size * 2, also, also_stride);
   }
 
   if (w_.prompts.rows > 0) {
@@ -430,7 +408,7 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
     sliding_window_decode_cpu(a);
   }
   if (!is_float) {
-    const ConvertRowsParams converted{w_.context, out, query_size};
+    const ConvertRowsParams converted{w_.context, out, query_size, attended_stride(layer)};
     const auto convert = LMD_SELECT_KERNEL(decoder, convert_rows);
     parallel_rows(rows_, row_nanoseconds,
                   [&](int64_t begin, int64_t end) { convert(converted, begin, end); });
@@ -444,18 +422,24 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
   return rows_;
 }
 
-int64_t CausalForward::mix(const CausalLayer& layer, float* projected, float* out, float* x) {
+void CausalForward::run_mixer(const CausalLayer& layer, float* rows, float* out,
+                              int64_t out_stride) const {
   StateLayerParams s;
   s.config = m_.mixer;
   s.weights = layer.mixer;
-  s.state = {w_.state_segments, num_segments_, p_.states.pool + layer.cache_layer,
-             p_.states.state_size};
+  s.state = {w_.state_segments, num_segments_, p_.states.pool + layer.state, p_.states.state_size};
   s.norm_epsilon = c_.norm_epsilon;
-  s.rows = projected;
+  s.rows = rows;
+  s.row_stride = layer.weights.qkv_stride;
   s.num_rows = rows_;
   s.gates = w_.gates;
   s.out = out;
+  s.out_stride = out_stride;
   state_layer_cpu(s);
+}
+
+int64_t CausalForward::mix(const CausalLayer& layer, float* projected, float* out, float* x) {
+  run_mixer(layer, projected, out, m_.mixer.mixed());
   if (is_last(layer)) keep_rows_with_logits(x, out, m_.mixer.mixed() * 4);
   return rows_;
 }
@@ -465,8 +449,8 @@ class CausalLayerAttention final : public LayerAttention {
   CausalLayerAttention(CausalForward& forward, const CausalLayer& layer)
       : forward_(forward), layer_(layer) {}
   int64_t self(float* qkv, float* out, float* x) const override {
-    return layer_.has_state() ? forward_.mix(layer_, qkv, out, x)
-                              : forward_.attend(layer_, qkv, out, x);
+    return layer_.has_attention() ? forward_.attend(layer_, qkv, out, x)
+                                  : forward_.mix(layer_, qkv, out, x);
   }
   void cross(const float*, float*) const override {}  // config.memory_size is 0: never called
 

@@ -42,12 +42,14 @@ struct CausalLayer {
   const float* sinks = nullptr;  // [heads]: of scores without a value; null: none
   int64_t window = attention::kUnlimited;
   int64_t rotary = -1;      // which of the frequencies; -1: queries and keys are not turned
-  int64_t cache = 0;        // which of the caches; -1: the layer keeps a state instead, see mixer
-  int64_t cache_layer = 0;  // of the cache; or floats before its state in that of the model
+  int64_t cache = 0;        // which of the caches; -1: the layer has no attention
+  int64_t cache_layer = 0;  // of the cache
+  int64_t state = -1;       // floats before its state in that of the model; -1: it keeps none
   int64_t ffn_size = 0;     // of a layer without experts
   MixerWeights mixer;
 
-  bool has_state() const { return cache < 0; }
+  bool has_attention() const { return cache >= 0; }
+  bool has_state() const { return state >= 0; }
 };
 
 // Of a model whose rows begin with a projection of what another model computed of the token before,
@@ -68,7 +70,10 @@ struct CausalModel {
   const CausalLayer* layers = nullptr;  // [config.layers]
   int64_t last_with_keys = 0;           // the last layer that keeps keys, or a state, of its own
   MixerConfig mixer;                    // of the layers that keep a state
-  HeadSizes heads[2];                   // of layers without a window, and of those with one
+  // Layers with a state have attention, too: queries, keys and values stand before what the mixer
+  // reads, and what attention gives before what the mixer gives.
+  bool attention_beside = false;
+  HeadSizes heads[2];  // of layers without a window, and of those with one
   int64_t num_rotary = 0;
   const float* frequencies = nullptr;    // [num_rotary, most_turned() / 2]
   const float* rotary_scales = nullptr;  // [num_rotary]

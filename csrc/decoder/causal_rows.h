@@ -33,11 +33,12 @@ struct CausalRowsParams {
   int64_t head_stride = 0;          // elements from a head of the cache to the next
 };
 
-// to [rows, size] = from, in float32.
+// to [rows, size], so far apart, = from, in float32.
 struct ConvertRowsParams {
   const void* from = nullptr;  // [rows, size] BFloat16
   float* to = nullptr;
   int64_t size = 0;
+  int64_t to_stride = 0;
 };
 
 // out [rows, size] *= sigmoid(gates).

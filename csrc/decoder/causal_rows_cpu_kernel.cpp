@@ -85,10 +85,13 @@ void causal_rows(const CausalRowsParams& params, int64_t begin, int64_t end) {
 
 void convert_rows(const ConvertRowsParams& params, int64_t begin, int64_t end) {
   const BFloat16* const from = static_cast<const BFloat16*>(params.from);
-  int64_t i = begin * params.size;
-  const int64_t last = end * params.size;
-  for (; i + kLanes <= last; i += kLanes) store(params.to + i, load(from + i));
-  for (; i < last; ++i) params.to[i] = to_float(from[i]);
+  for (int64_t row = begin; row < end; ++row) {
+    const BFloat16* const x = from + row * params.size;
+    float* const to = params.to + row * params.to_stride;
+    int64_t i = 0;
+    for (; i + kLanes <= params.size; i += kLanes) store(to + i, load(x + i));
+    for (; i < params.size; ++i) to[i] = to_float(x[i]);
+  }
 }
 
 void gate_rows(const GateRowsParams& p, int64_t begin, int64_t end) {

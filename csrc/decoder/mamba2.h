@@ -18,16 +18,18 @@ namespace lmdecode::decoder {
 
 struct Mamba2Params {
   MixerConfig config;
-  StateSegments state;           // of a state what is behind convolution_state()
-  float* rows = nullptr;         // [rows, config.projected()]: z, x, B, C, dt
-  float* gates = nullptr;        // [rows, gate_stride()]: g and dt of heads
-  float* out = nullptr;          // [rows, config.mixed()]
+  StateSegments state;    // of a state what is behind convolution_state()
+  float* rows = nullptr;  // [rows, config.projected()], so far apart: z, x, B, C, dt
+  int64_t row_stride = 0;
+  float* gates = nullptr;  // [rows, gate_stride()]: g and dt of heads
+  float* out = nullptr;    // [rows, config.mixed()], so far apart
+  int64_t out_stride = 0;
   const float* skip = nullptr;   // [value_heads]
   const float* gamma = nullptr;  // [config.mixed()], of the norm of out; null: no norm
   float norm_epsilon = 0.0f;
 
   int64_t gate_stride() const { return 2 * config.value_heads; }
-  const float* output_gates(int64_t row) const { return rows + row * config.projected(); }
+  const float* output_gates(int64_t row) const { return rows + row * row_stride; }
   const float* values(int64_t row) const { return output_gates(row) + config.mixed(); }
   const float* keys(int64_t row) const { return values(row) + config.mixed(); }
   const float* queries(int64_t row) const { return keys(row) + config.key_heads * config.key_size; }

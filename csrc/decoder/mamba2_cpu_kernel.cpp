@@ -77,7 +77,7 @@ inline void take_tokens(const Mamba2Params& p, const Place& place, int64_t row, 
   }
   const F32 skip = splat(p.skip[place.head]);
   for (int t = 0; t < kTokens; ++t) {
-    float* const out = p.out + (row + t) * m.mixed() + value;
+    float* const out = p.out + (row + t) * p.out_stride + value;
     for (int v = 0; v < kVectors; ++v) {
       if (lanes(v) <= 0) continue;
       const F32 x = read(p.values(row + t) + value + v * kLanes, lanes(v));
@@ -166,7 +166,7 @@ void mamba2_norm(const Mamba2Params& p, int64_t begin, int64_t end) {
   const int64_t size = p.gamma == nullptr ? m.mixed() : m.mixed() / m.key_heads;
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t first = 0; first < m.mixed(); first += size) {
-      float* const out = p.out + row * m.mixed() + first;
+      float* const out = p.out + row * p.out_stride + first;
       const float* const gate = p.output_gates(row) + first;
       const auto open = [&] {
         for (int64_t i = 0; i < size; i += kLanes) {

@@ -10,10 +10,12 @@ struct StateLayerParams {
   MixerWeights weights;
   StateSegments state;  // of the layer
   float norm_epsilon = 0.0f;
-  float* rows = nullptr;  // [num_rows, config.projected()]; overwritten
+  float* rows = nullptr;  // [num_rows, config.projected()], so far apart; overwritten
+  int64_t row_stride = 0;
   int64_t num_rows = 0;
   float* gates = nullptr;  // [num_rows, state_layer_gates()] scratch
-  float* out = nullptr;    // [num_rows, config.mixed()]
+  float* out = nullptr;    // [num_rows, config.mixed()], so far apart
+  int64_t out_stride = 0;  // both strides are the sizes of rows, unless the mixer is of Mamba-2
 };
 
 // Floats of scratch for each row.

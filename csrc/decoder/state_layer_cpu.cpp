@@ -20,7 +20,7 @@ void convolve(const StateLayerParams& p) {
   c.kernel = p.weights.convolution;
   c.bias = p.weights.convolution_bias;
   c.rows = p.rows + (m.is_mamba2() ? m.mixed() : 0);
-  c.row_stride = m.projected();
+  c.row_stride = p.row_stride;
   c.out = m.has_heads() ? nullptr : p.out;
   const int64_t parts = (c.channels + kConvolutionChannels - 1) / kConvolutionChannels;
   const double part_nanoseconds =
@@ -97,8 +97,10 @@ void state_spaces(const StateLayerParams& p) {
   s.state = p.state;
   s.state.states += m.convolution_state();
   s.rows = p.rows;
+  s.row_stride = p.row_stride;
   s.gates = p.gates;
   s.out = p.out;
+  s.out_stride = p.out_stride;
   s.skip = p.weights.skip;
   s.gamma = p.weights.norm;
   s.norm_epsilon = p.norm_epsilon;

@@ -62,7 +62,7 @@ def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
     windows = [
         window
         for layer, window in enumerate(config.windows)
-        if config.mixers[layer] is None and config.shared_keys[layer] is None
+        if config.has_attention(layer) and config.shared_keys[layer] is None
         for _ in range(parts.number_of(config.heads(layer), dtype))
     ]
     return Fingerprint(

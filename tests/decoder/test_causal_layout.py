@@ -97,6 +97,12 @@ def test_columns_of_a_layer_with_a_state() -> None:
     for name in (*OF_STATES, "experts_up", "ffn_up"):
         error = _error(1, _NUM_NUMBERS + fields.index(name), case=mamba2)
         assert error.startswith(f"layout has {name} at byte {FAR}; expected")
+    both = ("falcon_h1", "norm behind the gate, biases")
+    for name in ("qkv", "attention_out", *OF_STATES):
+        error = _error(2, _NUM_NUMBERS + fields.index(name), case=both)
+        assert error.startswith(f"layout has {name} at byte {FAR}; expected")
+    assert _error(1, 2, case=both) == f"layout[1].cache is {FAR}; expected 0 to 1"
+    assert _error(1, 4, case=both) == f"layout[1].keys is {FAR}; expected 0 to 0"
     error = _error(1, 3, case=("qwen3_5_text", "plain"))
     assert error.startswith(f"layout[1].cache_layer is {FAR}; expected")
 

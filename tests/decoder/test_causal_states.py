@@ -30,13 +30,14 @@ from tests.decoder.causal_steps import (
 from tests.support.causal_models import VARIANTS, model_of, random_config, random_tokens
 
 STATEFUL = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
-            "granitemoehybrid")  # fmt: skip
+            "granitemoehybrid", "falcon_h1")  # fmt: skip
 CASES = [(kind, variant) for kind in STATEFUL for variant in VARIANTS[kind]]
 cases = pytest.mark.parametrize(("architecture", "variant"), CASES)
 FEW = [
     ("lfm2", "convolutions at the ends"),
     ("qwen3_5_text", "delta rule last, biases"),
     ("granitemoehybrid", "experts, multipliers"),
+    ("falcon_h1", "norm behind the gate, biases"),
 ]
 few_cases = pytest.mark.parametrize(("architecture", "variant"), FEW)
 TEXT = random_tokens(300, 3)

@@ -14,7 +14,15 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.mixers import Mamba2
 from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
 from lmdecode.reference.causal import causal_logits
-from tests.decoder.causal_steps import generated_logits, new_caches, parts, prompt_logits
+from tests.decoder.causal_steps import (
+    Entry,
+    forward_arguments,
+    generated_logits,
+    new_caches,
+    parts,
+    prompt_logits,
+    step,
+)
 from tests.support.causal_models import model_of, random_config, random_tokens
 
 CASE = ("granitemoehybrid", "experts, multipliers")
@@ -146,6 +154,56 @@ def test_weights_that_are_missing() -> None:
     layers = [weights.layers[0], weights.layers[1]._replace(mixer_skip=torch.ones(6))]
     with pytest.raises(ValueError, match=r"layers\[1\]\.mixer_skip was given; expected none"):
         PackedCausalModel(config, weights._replace(layers=[*layers, layers[0]]), "float32")
+
+
+def test_attention_beside_it() -> None:
+    config, _ = parts("falcon_h1", "multipliers")
+    assert config.attention_beside and None not in config.mixers
+    assert all(map(config.has_attention, range(config.num_layers)))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"mixers": ()}, "attention_beside is True; expected a Mamba2 in every layer"),
+        ({"mixers": (config.mixers[0], None)}, "expected a Mamba2 in every layer"),
+        ({"attention_gate": True}, "attention_gate is True; expected False with attention_beside"),
+        ({"attention_beside": 1}, "attention_beside is of type int; expected a bool"),
+    ]
+    for changes, message in wrong:
+        with pytest.raises((TypeError, ValueError), match=message):
+            dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("case", [CASE, ("falcon_h1", "multipliers")], ids=str)
+def test_logits_of_some_tokens(case: tuple[str, str], dtype: str) -> None:
+    """The last layer computes no more than these, whatever its cache holds."""
+    model = PackedCausalModel(*parts(*case), "float32")
+    expected = prompt_logits(new_caches(model, dtype=dtype), TEXT)
+    exact = causal_logits(*parts(*case), TEXT)
+    assert (expected - exact).norm() / exact.norm() < (1e-5 if dtype == "float32" else 0.1)
+    for is_prompt in (True, False):
+        caches = new_caches(model, 3, dtype=dtype)
+        entries = (
+            Entry(2, TEXT, num_logits=3),
+            Entry(0, TEXT[:40], is_prompt, 2),
+            Entry(1, TEXT[:9], num_logits=0),
+        )
+        last, others, none = step(caches, *entries)
+        assert last.equal(expected[-3:]) and none.shape[0] == 0
+        alone = step(new_caches(model, dtype=dtype), Entry(0, TEXT[:40], is_prompt))[0]
+        assert others.equal(alone[-2:])
+
+
+def test_attention_beside_it_in_ops() -> None:
+    """Numbers of the config that a model cannot have."""
+    model = PackedCausalModel(*parts(*CASE), "float32")
+    arguments = forward_arguments(new_caches(model), Entry(0, TEXT[:1]))
+    arguments[2] = [*model.sizes[:-1], 1]
+    with pytest.raises(ValueError, match=r"layout\[1\].cache is -1; expected 0 to 1"):
+        torch.ops.lmdecode.causal_forward_(*arguments)
+    model = PackedCausalModel(*parts("lfm2", "convolutions at the ends"), "float32")
+    arguments = forward_arguments(new_caches(model), Entry(0, TEXT[:1]))
+    arguments[2] = [*model.sizes[:-1], 1]
+    with pytest.raises(ValueError, match="attention_beside is 1; expected 0 without Mamba-2"):
+        torch.ops.lmdecode.causal_forward_(*arguments)
 
 
 CAPABILITY_SCRIPT = """

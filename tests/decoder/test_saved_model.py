@@ -216,7 +216,7 @@ OF_LAYERS = (
         (18, ("mixers", "attention_gate", "experts", *OF_LAYERS)),
         (23, ("experts", *OF_LAYERS)),
         (34, OF_LAYERS),
-        (43, ()),
+        (43, ("attention_beside",)),
     ],
     ids=["before states", "before experts", "before inputs of layers", "before Mamba-2"],
 )

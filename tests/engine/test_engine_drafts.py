@@ -28,6 +28,7 @@ LLAMA = ("llama", "plain")
 CASES = [
     LLAMA, ("gemma3_text", "plain"), ("lfm2", "convolutions at the ends"),
     ("qwen3_5_text", "delta rule last, biases"), ("granitemoehybrid", "experts, multipliers"),
+    ("falcon_h1", "multipliers"),
 ]  # fmt: skip
 SURE: dict[str, Any] = {"assistant_confidence_threshold": 0.0}
 LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": ()}

@@ -22,6 +22,7 @@ MODELS = {
     "convolutions": ("lfm2", "convolutions at the ends"),
     "delta rule": ("qwen3_5_text", "delta rule last, biases"),
     "Mamba-2": ("granitemoehybrid", "experts, multipliers"),
+    "Mamba-2 beside attention": ("falcon_h1", "norm before the gate, tied"),
 }
 
 

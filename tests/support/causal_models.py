@@ -104,6 +104,14 @@ _MAMBA = {
 }  # fmt: skip
 
 # What each variant of an architecture sets, beside the sizes above.
+_FALCON = {
+    "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2,
+    "mamba_d_state": 10, "mamba_chunk_size": 16, "embedding_multiplier": 1.5,
+    "lm_head_multiplier": 0.6, "mlp_multipliers": [0.8, 0.7], "key_multiplier": 0.6,
+    "attention_out_multiplier": 0.7, "attention_in_multiplier": 1.3, "ssm_out_multiplier": 0.9,
+    "ssm_multipliers": [0.7, 0.8, 1.1, 0.9, 1.2], "ssm_in_multiplier": 1.2,
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "plain": {},
@@ -259,6 +267,17 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "granitemoe": {
         "plain": {**_LOCAL_EXPERTS, "attention_multiplier": 0.25},
         "multipliers, biases": {**_LOCAL_EXPERTS, **_MULTIPLIERS, "attention_bias": True},
+    },
+    "falcon_h1": {
+        "multipliers": _FALCON,
+        "norm behind the gate, biases": {
+            **_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+            "projectors_bias": True, "attention_bias": True, "mlp_bias": True, **_GROUP_OF_4,
+        },
+        "norm before the gate, tied": {
+            **_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True,
+            "mamba_conv_bias": False, "mamba_d_conv": 3, "tie_word_embeddings": True,
+        },
     },
     "granitemoehybrid": {
         "experts, multipliers": {**_MAMBA, **_LOCAL_EXPERTS, **_MULTIPLIERS},

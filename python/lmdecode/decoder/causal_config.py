@@ -108,6 +108,9 @@ class CausalConfig:
     per_layer_scale, per_layer_epsilon : float
         What the rows of ``per_layer_embedding`` are multiplied by, and what is added to the mean
         square of a projection in ``per_layer_norm_gamma``'s norm.
+    attention_beside : bool
+        Every layer has a ``Mamba2``, and attention beside it: both read the same, and what they
+        give is added.
 
     Raises
     ------
@@ -148,6 +151,7 @@ class CausalConfig:
     per_layer_size: int = 0
     per_layer_scale: float = 1.0
     per_layer_epsilon: float = 0.0
+    attention_beside: bool = False
 
     def __post_init__(self) -> None:
         """Check every argument."""
@@ -177,10 +181,16 @@ class CausalConfig:
                     f"{self.num_layers}"
                 )
             object.__setattr__(self, name, entries)
-        object.__setattr__(self, "mixers", checked_mixers(op, self.mixers, self.num_layers))
+        check_bool(op, "attention_beside", self.attention_beside)
+        mixers = checked_mixers(
+            op, self.mixers, self.num_layers, has_attention_beside=self.attention_beside
+        )
+        object.__setattr__(self, "mixers", mixers)
         check_bool(op, "attention_gate", self.attention_gate)
-        for i, mixer in enumerate(self.mixers):
-            if mixer is not None and (self.windows[i], self.rotary[i]) != (None, None):
+        if self.attention_beside and self.attention_gate:
+            raise ValueError(f"{op}: attention_gate is True; expected False with attention_beside")
+        for i in range(self.num_layers):
+            if not self.has_attention(i) and (self.windows[i], self.rotary[i]) != (None, None):
                 raise ValueError(
                     f"{op}: windows[{i}] and rotary[{i}] are {self.windows[i]} and "
                     f"{self.rotary[i]}; expected None, as mixers has no attention there"
@@ -273,6 +283,10 @@ class CausalConfig:
                     "whose keys_are_values is False"
                 )
 
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention: alone, or beside a mixer."""
+        return self.attention_beside or self.mixers[layer] is None
+
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward layer of a layer consists of experts."""
         return self.experts is not None and self.experts.layers[layer]
@@ -325,11 +339,13 @@ class CausalLayerWeights(NamedTuple):
     qkv, qkv_bias : Tensor
         [Q + 2 K, D], [Q + 2 K]: queries, keys and values; without values where keys are these,
         queries alone where keys are another layer's. With ``attention_gate`` the gate's Q rows
-        follow. Of a layer with a mixer its first projection, [``mixer.projected``, D].
+        follow. Of a layer with a mixer its first projection, [``mixer.projected``, D], behind
+        these with ``attention_beside``.
     query_norm_gamma, key_norm_gamma : Tensor or None
         [head_size]: of each head; or [Q] and [K]: of all heads as one row. Before they are turned.
     attention_out : Tensor
-        [D, Q], with bias [D]; of a layer with a mixer [D, ``mixer.mixed``].
+        [D, Q], with bias [D]; of a layer with a mixer [D, ``mixer.mixed``], with
+        ``attention_beside`` [D, Q + ``mixer.mixed``].
     ffn_up, ffn_gate : Tensor
         [F, D], with bias [F].
     ffn_down : Tensor

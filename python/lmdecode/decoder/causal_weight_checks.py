@@ -71,10 +71,14 @@ def linear_shapes(config: CausalConfig, layer: int) -> dict[str, tuple[int, int]
     ffn = config.ffn_sizes[layer]
     if config.experts is not None and config.experts.layers[layer]:
         ffn = config.experts.shared_size
-    queries = config.heads(layer).query_size
+    projected = mixed = 0
+    if config.has_attention(layer):
+        projected, mixed = config.projected_of(layer), config.heads(layer).query_size
+    if mixer is not None:
+        projected, mixed = projected + mixer.projected, mixed + mixer.mixed
     shapes = {
-        "qkv": (config.projected_of(layer) if mixer is None else mixer.projected, size),
-        "attention_out": (size, queries if mixer is None else mixer.mixed),
+        "qkv": (projected, size),
+        "attention_out": (size, mixed),
         "ffn_up": (ffn, size),
         "ffn_gate": (ffn, size),
         "ffn_down": (size, ffn),
@@ -134,7 +138,7 @@ def _unwanted(config: CausalConfig, number: int) -> dict[str, str]:
     of_mixer = state_shapes(mixer)
     why = f"the layer has {'attention' if mixer is None else mixer.kind}"
     unwanted = {field: why for field in _STATE_FIELDS if field not in of_mixer}
-    if mixer is not None:
+    if not c.has_attention(number):
         unwanted |= dict.fromkeys(_ATTENTION_FIELDS, why)
     if not c.has_experts(number):
         fields = [f for f in CausalLayerWeights._fields if f.startswith(("router", "experts_"))]

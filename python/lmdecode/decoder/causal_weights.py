@@ -324,6 +324,7 @@ class PackedCausalModel:
             c.per_layer_size,
             _EMBEDDINGS.get(self.weight_format, IS_PACKED),
             int(norm_first),
+            int(c.attention_beside),
         ]
         self.numbers = [
             c.norm_epsilon,
@@ -354,8 +355,8 @@ class PackedCausalModel:
         for has_window in (False, True):
             layers = [
                 i
-                for i, (w, mixer) in enumerate(zip(windows, c.mixers, strict=True))
-                if mixer is None and (w is not None) == has_window and c.shared_keys[i] is None
+                for i, w in enumerate(windows)
+                if c.has_attention(i) and (w is not None) == has_window and c.shared_keys[i] is None
             ]
             if not layers:
                 continue
@@ -383,14 +384,8 @@ class PackedCausalModel:
         for layer, mixer in enumerate(self.config.mixers, start=1):
             if mixer is None:
                 continue
-            numbers = [
-                0,
-                _NONE,
-                _NONE,
-                self.state_size,
-                _OWN_KEYS,
-                self.config.ffn_sizes[layer - 1],
-            ]
+            ffn_size = self.config.ffn_sizes[layer - 1]
+            numbers = [0, _NONE, _NONE, self.state_size, _OWN_KEYS, ffn_size]
             self.layout[layer, :_NUM_NUMBERS] = torch.tensor(numbers)
             self.state_size += -(-mixer.state_size // 16) * 16
 

@@ -233,18 +233,26 @@ def _mixer(op: str, value: object) -> Mixer | None:
     )
 
 
-def checked_mixers(op: str, values: Sequence[object], num_layers: int) -> tuple[Mixer | None, ...]:
+def checked_mixers(
+    op: str, values: Sequence[object], num_layers: int, *, has_attention_beside: bool
+) -> tuple[Mixer | None, ...]:
     """Return a mixer of each layer, None for attention; an empty sequence is attention everywhere.
+
+    With attention beside it every layer has a ``Mamba2``.
 
     Raises
     ------
     ValueError, TypeError
-        Another number of entries, no layer with attention, or mixers that differ.
+        Another number of entries, no layer with attention, or mixers that differ; with attention
+        beside them another mixer than ``Mamba2``, or none.
     """
     mixers = tuple(_mixer(op, value) for value in values) or (None,) * num_layers
     if len(mixers) != num_layers:
         raise ValueError(f"{op}: mixers has {len(mixers)} entries; expected {num_layers}, or none")
-    if None not in mixers:
+    if has_attention_beside:
+        if not all(isinstance(mixer, Mamba2) for mixer in mixers):
+            raise ValueError(f"{op}: attention_beside is True; expected a Mamba2 in every layer")
+    elif None not in mixers:
         raise ValueError(f"{op}: mixers has no None; expected a layer with attention at least")
     kinds = {mixer for mixer in mixers if mixer is not None}
     if len(kinds) > 1:

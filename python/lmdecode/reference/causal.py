@@ -13,14 +13,14 @@ from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, Cau
 from lmdecode.decoder.mixers import GatedDeltaRule, Mamba2, ShortConvolution
 from lmdecode.reference.decoder import activated, feed_forward, normed
 from lmdecode.reference.experts import experts, experts_beside
-from lmdecode.reference.mixers import gated_delta_rule, mamba2, short_convolution
+from lmdecode.reference.mixers import State, gated_delta_rule, mamba2, short_convolution
 
 __all__ = ["CausalCache", "causal_hidden", "causal_logits"]
 
 # Keys and values of each layer, [num_kv_heads, length, head_size]; of a layer with a mixer the
-# convolution's last inputs and what else its state is; of a layer with another layer's keys those.
-# An empty list before a text.
-CausalCache = list[tuple[Tensor, Tensor]]
+# convolution's last inputs and what else its state is, behind these with attention beside it; of a
+# layer with another layer's keys those. An empty list before a text.
+CausalCache = list[tuple[Tensor, ...]]
 
 
 def _norm(config: CausalConfig, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
@@ -52,26 +52,27 @@ def _attention(
     number: int,
     w: CausalLayerWeights,
     rotary: tuple[Tensor, ...],
-    x: Tensor,
+    qkv: Tensor,
     cache: CausalCache,
     past: int,
-) -> Tensor:
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return what heads give, and the keys and values that there are now."""
     assert config.attention_scale is not None
-    qkv, sizes = F.linear(x, w.qkv, w.qkv_bias), config.heads(number)
+    sizes = config.heads(number)
     size, key_size, source = sizes.head_size, sizes.key_size, config.shared_keys[number]
-    positions = torch.arange(past, past + x.shape[0])
+    positions = torch.arange(past, past + qkv.shape[0])
     turn = config.rotary[number]
 
     def turned(heads: Tensor) -> Tensor:
         if turn is None:
             return heads
-        angles = positions[:, None].to(x.dtype) * rotary[turn].to(x.dtype)
+        angles = positions[:, None].to(qkv.dtype) * rotary[turn].to(qkv.dtype)
         return _turned(heads, angles, config.rotary_scales[turn])
 
     q, rest = qkv[:, : sizes.query_size], qkv[:, sizes.query_size :]
     q = turned(_heads(config, q, size, w.query_norm_gamma))
     if source is not None:
-        k, v = cache[source]
+        k, v = cache[source][:2]
         gate = rest
     else:
         k, rest = rest[:, :key_size], rest[:, key_size:]
@@ -82,9 +83,9 @@ def _attention(
         if config.value_norm:
             v = normed(config, v, None, None)
         if number < len(cache):
-            keys, values = cache[number]
+            keys, values = cache[number][:2]
             k, v = torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
-    cache[number : number + 1] = [(k, v)]
+    kept = (k, v)
 
     group = sizes.num_heads // sizes.num_kv_heads
     k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
@@ -96,28 +97,51 @@ def _attention(
         visible &= back < window
     scores = scores.masked_fill(~visible, -torch.inf)
     if w.sinks is not None:
-        scores = torch.cat((scores, w.sinks[:, None, None].expand(-1, x.shape[0], 1)), dim=-1)
+        scores = torch.cat((scores, w.sinks[:, None, None].expand(-1, qkv.shape[0], 1)), dim=-1)
     weights = scores.softmax(dim=-1)[..., : k.shape[1]]
     out = (weights @ v).transpose(0, 1).flatten(1)
     if config.attention_gate:
         out = out * gate.sigmoid()
-    return F.linear(out, w.attention_out, w.attention_out_bias)
+    return out, kept
 
 
 def _mixed(
-    config: CausalConfig, number: int, w: CausalLayerWeights, x: Tensor, cache: CausalCache
-) -> Tensor:
-    mixer, projected = config.mixers[number], F.linear(x, w.qkv, w.qkv_bias)
-    state = cache[number] if number < len(cache) else None
+    config: CausalConfig, number: int, w: CausalLayerWeights, projected: Tensor, state: Any
+) -> tuple[Tensor, State]:
+    mixer = config.mixers[number]
     if isinstance(mixer, ShortConvolution):
-        out, state = short_convolution(mixer, w, projected, state)
-    elif isinstance(mixer, Mamba2):
-        out, state = mamba2(mixer, w, config.norm_epsilon, projected, state)
-    else:
-        assert isinstance(mixer, GatedDeltaRule)
-        out, state = gated_delta_rule(mixer, w, config.norm_epsilon, projected, state)
-    cache[number : number + 1] = [state]
-    return F.linear(out, w.attention_out, w.attention_out_bias)
+        return short_convolution(mixer, w, projected, state)
+    if isinstance(mixer, Mamba2):
+        return mamba2(mixer, w, config.norm_epsilon, projected, state)
+    assert isinstance(mixer, GatedDeltaRule)
+    return gated_delta_rule(mixer, w, config.norm_epsilon, projected, state)
+
+
+def _attention_or_mixer(
+    config: CausalConfig,
+    number: int,
+    w: CausalLayerWeights,
+    rotary: tuple[Tensor, ...],
+    x: Tensor,
+    cache: CausalCache,
+    past: int,
+) -> Tensor:
+    """Either, or with attention beside the mixer both, of one projection and to another."""
+    projected = F.linear(x, w.qkv, w.qkv_bias)
+    outs: list[Tensor] = []
+    kept: tuple[Tensor, ...] = ()
+    if config.has_attention(number):
+        rows = config.projected_of(number)
+        out, kept = _attention(config, number, w, rotary, projected[:, :rows], cache, past)
+        projected = projected[:, rows:]
+        outs.append(out)
+    if config.mixers[number] is not None:
+        state = cache[number][len(kept) :] if number < len(cache) else None
+        out, state = _mixed(config, number, w, projected, state)
+        kept = (*kept, *state)
+        outs.append(out)
+    cache[number : number + 1] = [kept]
+    return F.linear(torch.cat(outs, dim=-1), w.attention_out, w.attention_out_bias)
 
 
 def _per_layer_inputs(
@@ -169,7 +193,7 @@ def causal_hidden(
     The parameters are those of ``causal_logits``.
     """
     cache = [] if cache is None else cache
-    attention = config.mixers.index(None)
+    attention = next(filter(config.has_attention, range(config.num_layers)))
     past = cache[attention][0].shape[1] if cache else 0
     x = weights.embedding.to(dtype)[tokens] * config.embedding_scale
     if weights.positions is not None:
@@ -186,10 +210,7 @@ def causal_hidden(
     for number, layer in enumerate(weights.layers):
         w = CausalLayerWeights(*(_wide(value, dtype) for value in layer))
         given = _norm(config, x, w.attention_norm_gamma, w.attention_norm_beta)
-        if config.mixers[number] is None:
-            out = _attention(config, number, w, weights.rotary, given, cache, past)
-        else:
-            out = _mixed(config, number, w, given, cache)
+        out = _attention_or_mixer(config, number, w, weights.rotary, given, cache, past)
         x = x + _norm(config, out, w.attention_out_norm_gamma, None)
         out = _feed_forward(config, number, w, x)
         x = x + _norm(config, out, w.ffn_out_norm_gamma, None)

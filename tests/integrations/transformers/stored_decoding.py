@@ -18,7 +18,8 @@ LLAMA, MISTRAL, GEMMA = ("llama", "plain"), ("mistral", "window"), ("gemma3_text
 # Layers with a state: short convolutions, and the gated delta rule and Mamba-2 with them.
 LFM, QWEN = ("lfm2", "convolutions at the ends"), ("qwen3_5_text", "delta rule last, biases")
 GRANITE = ("granitemoehybrid", "experts, multipliers")
-WITH_STATES = (LFM, QWEN, GRANITE)
+FALCON = ("falcon_h1", "multipliers")  # with both in every layer
+WITH_STATES = (LFM, QWEN, GRANITE, FALCON)
 # Heads of two sizes; keys that layers share, and keys that are values.
 SHARED = ("gemma4_text", "shared keys, inputs of layers")
 TWO_SIZES = (SHARED, ("gemma4_text", "values are keys, biases, untied"))

@@ -86,11 +86,12 @@ def test_a_text_may_come_in_pieces(architecture: str, variant: str) -> None:
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-9)
     assert len(cache) == config.num_layers
     for number, (pair, mixer) in enumerate(zip(cache, config.mixers, strict=True)):
-        if mixer is None:
+        if config.has_attention(number):
             heads = config.heads(number)
             shape = (heads.num_kv_heads, LENGTH, heads.head_size)
-            assert {tensor.shape for tensor in pair} == {shape}
-        else:
+            assert {tensor.shape for tensor in pair[:2]} == {shape}
+            pair = pair[2:]
+        if mixer is not None:
             assert pair[0].shape == (mixer.taps - 1, mixer.channels)
             assert sum(tensor.numel() for tensor in pair) == mixer.state_size
 
@@ -142,7 +143,16 @@ def test_shapes(architecture: str, variant: str) -> None:
             "per_layer_out": ((size, config.per_layer_size),),
             "layer_scale": ((1,),),
         }
-        if mixer is not None:
+        if mixer is not None and config.attention_beside:
+            of_layer = {
+                name: (shape,)
+                for name, shape in (linear_shapes(config, number) | state_shapes(mixer)).items()
+            }
+            projected += heads.query_size + 2 * heads.key_size + mixer.projected
+            assert layer.qkv.shape == (projected, size)
+            assert layer.attention_out.shape == (size, heads.query_size + mixer.mixed)
+            of_layer["qkv_bias"] = ((projected,),)
+        elif mixer is not None:
             of_layer = dict.fromkeys(("query_norm_gamma", "key_norm_gamma", "sinks"), ())
             of_layer |= {name: (shape,) for name, shape in linear_shapes(config, number).items()}
             of_layer |= {name: (shape,) for name, shape in state_shapes(mixer).items()}

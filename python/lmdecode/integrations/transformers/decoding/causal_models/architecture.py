@@ -19,8 +19,11 @@ __all__ = [
     "PerLayerModules",
     "PerLayerTrunk",
     "Rows",
+    "Scaled",
+    "SideBySide",
     "Trunk",
     "gated_ffn",
+    "linears_of",
     "refused",
 ]
 
@@ -85,6 +88,29 @@ class Rows(NamedTuple):
 
     module: Any
     order: Tensor
+
+
+class Scaled(NamedTuple):
+    """A linear module whose inputs and outputs have factors."""
+
+    module: Any
+    inputs: float = 1.0
+    outputs: float | Tensor = 1.0
+
+
+class SideBySide(NamedTuple):
+    """Linear modules, ``Scaled`` ones too, of different inputs, whose outputs are added."""
+
+    modules: tuple[Any, ...]
+
+
+def linears_of(part: Any) -> list[Any]:
+    """Return the modules of a linear part, which may have some of theirs, or more than one."""
+    if isinstance(part, (Rows, Scaled)):
+        return linears_of(part.module)
+    if isinstance(part, SideBySide):
+        return [module for one in part.modules for module in linears_of(one)]
+    return [part]
 
 
 class ExpertModules(NamedTuple):
@@ -219,6 +245,8 @@ class Architecture:
         The embedding has an ``embed_scale``.
     attention_softcap, logits_softcap, embedding_multiplier, residual_multiplier, logits_divisor
         Entries; None if the architecture has no such number.
+    logits_multiplier
+        Likewise.
     experts : callable, optional
         Returns, for a config, the arguments of ``ExpertsConfig`` but ``layers``.
     must_be_off : tuple of str
@@ -242,5 +270,6 @@ class Architecture:
     embedding_multiplier: str | None = None
     residual_multiplier: str | None = None
     logits_divisor: str | None = None
+    logits_multiplier: str | None = None
     experts: Callable[[Any], dict[str, Any]] | None = None
     must_be_off: tuple[str, ...] = ()

@@ -19,6 +19,8 @@ from lmdecode.integrations.transformers.decoding.causal_models.gemma4 import (
     gemma4_trunk,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.mamba2 import (
+    falcon_h1_layer,
+    falcon_h1_trunk,
     granitemoehybrid_layer,
     granitemoehybrid_trunk,
 )
@@ -227,6 +229,12 @@ _QWEN3_5 = Architecture(_trunk, qwen3_5_layer, gamma_plus_one=True, attention_ga
 _QWEN3_5_MOE = replace(_QWEN3_5, experts=_normalized_experts)
 
 CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
+    "falcon_h1": Architecture(
+        falcon_h1_trunk,
+        falcon_h1_layer,
+        embedding_multiplier="embedding_multiplier",
+        logits_multiplier="lm_head_multiplier",
+    ),
     "gemma2": replace(_GEMMA, attention_softcap="attn_logit_softcapping"),
     # transformers' Gemma 3 does not apply attn_logit_softcapping.
     "gemma3_text": replace(_GEMMA, layer=_gemma3_layer),

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lmdecode.decoder.mixers import Mamba2
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
     ExpertModules,
     LayerModules,
+    Scaled,
+    SideBySide,
     Trunk,
     refused,
 )
 
-__all__ = ["granitemoehybrid_layer", "granitemoehybrid_trunk"]
+__all__ = ["falcon_h1_layer", "falcon_h1_trunk", "granitemoehybrid_layer", "granitemoehybrid_trunk"]
 
 
 def _mamba2(module: Any) -> Mamba2:
@@ -68,4 +72,45 @@ def granitemoehybrid_layer(layer: Any) -> LayerModules:
         ffn_up=ffn.input_linear,
         ffn_down=ffn.output_linear,
         experts=None if moe is None else ExpertModules(moe.router, moe.experts),
+    )
+
+
+def falcon_h1_trunk(model: Any) -> Trunk:
+    """Return the modules of Falcon-H1."""
+    body = model.model
+    return Trunk(body, body.embed_tokens, body.layers, body.final_layernorm, rotary=body.rotary_emb)
+
+
+def falcon_h1_layer(layer: Any) -> LayerModules:
+    """Return the modules of a layer of Falcon-H1: Mamba-2 beside attention.
+
+    Multipliers are folded into the weights.
+    """
+    attention, mamba, ffn = layer.self_attn, layer.mamba, layer.feed_forward
+    mixer, given = _mamba2(mamba), layer.attention_in_multiplier
+    keys = mixer.num_groups * mixer.key_size
+    sizes = torch.tensor([mixer.mixed, mixer.mixed, keys, keys, mixer.num_heads])
+    factors = torch.tensor(attention.config.ssm_multipliers)
+    return LayerModules(
+        attention=attention,
+        attention_norm=layer.input_layernorm,
+        qkv=(
+            Scaled(attention.q_proj, given),
+            Scaled(attention.k_proj, given, attention.key_multiplier),
+            Scaled(attention.v_proj, given),
+            Scaled(mamba.in_proj, mamba.ssm_in_multiplier, factors.repeat_interleave(sizes)),
+        ),
+        attention_out=SideBySide(
+            (
+                Scaled(attention.o_proj, outputs=layer.attn_out_multiplier),
+                Scaled(mamba.out_proj, outputs=layer.ssm_out_multiplier),
+            )
+        ),
+        mixer=mixer,
+        convolution=mamba.conv1d,
+        delta_rule=mamba,
+        ffn_norm=layer.pre_ff_layernorm,
+        ffn_gate=Scaled(ffn.gate_proj, outputs=ffn.gate_multiplier),
+        ffn_up=ffn.up_proj,
+        ffn_down=Scaled(ffn.down_proj, outputs=ffn.down_multiplier),
     )

@@ -12,8 +12,8 @@ from lmdecode.decoder.causal_config import CausalLayerWeights
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
     NORMS,
     LayerModules,
-    Rows,
     Trunk,
+    linears_of,
     refused,
 )
 
@@ -51,10 +51,9 @@ def check_modules(
         modules += [trunk.per_layer.embedding, trunk.per_layer.norm]
         linears.append(trunk.per_layer.projection)
     for layer in layers:
-        linears += [part.module if isinstance(part, Rows) else part for part in layer.qkv]
-        linears.append(layer.attention_out)
         ffn = (layer.ffn_gate, layer.ffn_up, layer.ffn_down)
-        linears += [module for module in ffn if module is not None]
+        parts = (*layer.qkv, layer.attention_out, *ffn)
+        linears += [m for part in parts if part is not None for m in linears_of(part)]
         if layer.experts is not None:
             shared_gate = layer.experts.shared_gate
             linears += [] if shared_gate is None else [shared_gate]

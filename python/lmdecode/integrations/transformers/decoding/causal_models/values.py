@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight
 
-__all__ = ["chunks", "expert_parts", "floats", "times", "wide"]
+__all__ = ["chunks", "expert_parts", "floats", "scaled", "times", "wide"]
 
 
 def floats(weight: LinearWeight) -> Tensor:
@@ -46,3 +46,15 @@ def times(factor: float, weight: Any, bias: Tensor | None) -> tuple[Any, Tensor 
     if factor == 1.0:
         return weight, bias
     return wide(weight) * factor, None if bias is None else wide(bias) * factor
+
+
+def scaled(
+    inputs: float, outputs: float | Tensor, weight: Any, bias: Tensor | None
+) -> tuple[Any, Tensor | None]:
+    """Return a weight and a bias with factors of inputs and of outputs, a number or [out]."""
+    if not isinstance(outputs, Tensor):
+        weight, _ = times(inputs * outputs, weight, None)
+        return weight, None if bias is None else times(outputs, bias, None)[0]
+    weight = wide(weight)
+    factors = (inputs * outputs.double()).to(weight.dtype)  # rounded once
+    return weight * factors[:, None], None if bias is None else wide(bias) * outputs

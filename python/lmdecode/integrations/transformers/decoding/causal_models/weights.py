@@ -22,6 +22,8 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     ExpertModules,
     LayerModules,
     Rows,
+    Scaled,
+    SideBySide,
     Trunk,
     refused,
 )
@@ -43,6 +45,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.module_checks imp
 from lmdecode.integrations.transformers.decoding.causal_models.values import (
     chunks,
     floats,
+    scaled,
     times,
     wide,
 )
@@ -215,9 +218,14 @@ class _Reader:
                 attention_softcap=self._number(architecture.attention_softcap, 0.0),
                 logits_softcap=self._number(architecture.logits_softcap, 0.0),
                 embedding_scale=self._embedding_scale(),
-                logits_scale=1.0 / self._number(architecture.logits_divisor, 1.0),
+                logits_scale=self._number(architecture.logits_multiplier, 1.0)
+                / self._number(architecture.logits_divisor, 1.0),
                 mixers=tuple(modules.mixer for modules in self.layers),
                 attention_gate=architecture.attention_gate,
+                attention_beside=any(
+                    modules.attention is not None and modules.mixer is not None
+                    for modules in self.layers
+                ),
                 experts=self.experts,
                 global_head_size=of_global.head_size,
                 global_num_kv_heads=of_global.num_kv_heads,
@@ -321,6 +329,12 @@ class _Reader:
             index = module.order
             rows = weight[index] if isinstance(weight, Tensor) else weight.index_rows(index)
             return rows, None if bias is None else bias[index]
+        if isinstance(module, Scaled):
+            return scaled(module.inputs, module.outputs, *self._linear(module.module))
+        if isinstance(module, SideBySide):
+            weights, biases = zip(*map(self._linear, module.modules), strict=True)
+            own = [bias for bias in biases if bias is not None]
+            return torch.cat([floats(weight) for weight in weights], 1), sum(own) if own else None
         weight, bias = self._weight(module), self._parameter(module, "bias")
         if type(module) is Conv1D and isinstance(weight, Tensor):
             weight = weight.T
