@@ -93,15 +93,13 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   c.ffn_size = std::max(c.ffn_size, m.per_layer.size);  // of scratch: layers have their own
   m.mixer.norm_first = list.next_flag("mixer_norm_first");
   m.attention_beside = list.next_flag("attention_beside");
-  if (m.attention_beside) {
-    if (!m.mixer.is_mamba2() || c.attention_gate) {
-      fail(op, "config.attention_beside is 1; expected 0 without Mamba-2, and with a gate");
-    }
-    c.widest_projection += m.mixer.projected();
-    c.widest_mixed += m.mixer.mixed();
-    if (c.widest_projection >= kMaxDecoderSize) {
-      fail(op, "config has layers of ", c.widest_projection, " features; expected fewer than 2^31");
-    }
+  if (m.attention_beside && (!m.mixer.is_mamba2() || c.attention_gate)) {
+    fail(op, "config.attention_beside is 1; expected 0 without Mamba-2, and with a gate");
+  }
+  if (m.attention_beside) c.widest_projection += m.mixer.projected();
+  if (m.attention_beside) c.widest_mixed += m.mixer.mixed();
+  if (c.widest_projection >= kMaxDecoderSize) {
+    fail(op, "config has layers of ", c.widest_projection, " features; expected fewer than 2^31");
   }
   const size_t rotary = static_cast<size_t>(m.num_rotary);
   if (numbers.size() != kNumbers + rotary) {
