@@ -80,7 +80,7 @@ Change = Callable[[Any], Any]
         (LAYOUT, lambda t: t[:, :-1].contiguous(), r"layout has shape \[4, 49\]"),
         (LAYOUT, lambda t: t[0], r"layout has shape \[50\]"),
         (LAYOUT, strided, "layout has shape .* contiguous"),
-        (CONFIG, lambda c: c[:-1], "config has 36 numbers; expected 37"),
+        (CONFIG, lambda c: c[:-1], "config has 37 numbers; expected 38"),
         (NUMBERS, lambda n: n[:-1], "numbers has 15 entries; expected 16"),
         (WINDOWS, lambda w: [], "windows has 0 entries; expected 1 to 2"),
         (WINDOWS, lambda w: [*w, 1], "windows has 3 entries; expected 1 to 2"),
