@@ -13,7 +13,9 @@ from lmdecode._checks import type_error
 from lmdecode._ops import ops
 from lmdecode.linear.quantized_kinds import KINDS, Kind
 
-__all__ = ["KINDS", "JoinedWeight", "Kind", "LinearWeight", "QuantizedWeight", "join_rows"]
+__all__ = [
+    "KINDS", "JoinedWeight", "Kind", "LinearWeight", "QuantizedWeight", "index_rows", "join_rows",
+]  # fmt: skip
 
 
 class QuantizedWeight:
@@ -117,6 +119,11 @@ class JoinedWeight:
 
 
 LinearWeight = Tensor | QuantizedWeight | JoinedWeight
+
+
+def index_rows(weight: LinearWeight, index: Tensor) -> LinearWeight:
+    """Return the rows of any weight with these indices, int64 [rows], in their order."""
+    return weight[index] if isinstance(weight, Tensor) else weight.index_rows(index)
 
 
 def _kind(part: QuantizedWeight | Tensor) -> str | None:

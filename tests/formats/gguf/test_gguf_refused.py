@@ -98,6 +98,7 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"blk.0.attn_q.weight": None, "blk.0.attn_qkv.weight": torch.ones(64, 32)}, "has no tensor"),
     ({"blk.0.attn_q_norm.weight": torch.ones(8)}, "has 1 tensors that its architecture does not"),
     ({"blk.2.attn_norm.weight": torch.ones(32)}, "has tensors of 3 layers; expected 2"),
+    ({"blk": torch.ones(32)}, "has 1 tensors that its architecture does not have, 'blk' one of th"),
     ({"token_embd.weight": torch.ones(32)}, "has token_embd.weight of shape [32]"),
     ({"rope_freqs.weight": torch.ones(3)}, "has rope_freqs.weight of shape [3]; expected one"),
     ({"rope_factors_long.weight": torch.ones(4)}, "of the type 'longrope'"),

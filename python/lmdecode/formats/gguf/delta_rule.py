@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from lmdecode.formats.gguf.reader import GgufFile
-from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight, join_rows
+from lmdecode.linear.quantized_weight import (
+    LinearWeight,
+    QuantizedWeight,
+    index_rows,
+    join_rows,
+)
 
 __all__ = ["KeyHeads", "ValueHeads"]
 
@@ -49,7 +54,7 @@ class ValueHeads:
             return tensor
         else:
             index = self._index(1)
-        return tensor.index_rows(index) if isinstance(tensor, QuantizedWeight) else tensor[index]
+        return index_rows(tensor, index)
 
 
 class KeyHeads:
@@ -82,4 +87,4 @@ class KeyHeads:
         joined = join_rows([file.tensor(name) for name in names])
         parts = torch.arange(joined.shape[0]).split([size * self._heads for size in self._sizes])
         index = torch.cat([part.view(self._heads, -1) for part in parts], dim=1).flatten()
-        return joined[index] if isinstance(joined, Tensor) else joined.index_rows(index)
+        return index_rows(joined, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,13 +18,13 @@ from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.gemma4_config import unused_tensors
 from lmdecode.formats.gguf.names import IGNORED, PERMUTED, PLUS_ONE, tensor_name
 from lmdecode.formats.gguf.reader import GgufFile
-from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight
+from lmdecode.linear.quantized_weight import LinearWeight, index_rows
 
 __all__ = ["load_parts"]
 
-
 _SCALE = ".layer_scalar"  # a buffer that files need not have
 _BUFFERS = (_SCALE, ".expert_bias")
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
 
 
 class _Weights:
@@ -150,7 +151,7 @@ class _Weights:
         """Return a parameter's tensor, with rows in the order that transformers has them."""
         if self._key_heads is not None and parameter in self._in_turn:
             return self._key_heads.read(self._file, self._in_turn[parameter])
-        tensor = self._file.tensor(self._name(parameter))
+        tensor: LinearWeight = self._file.tensor(self._name(parameter))
         module = parameter.split(".")[-2]
         if module in self._heads:
             tensor = _in_halves(tensor, self._heads[module])
@@ -161,14 +162,14 @@ class _Weights:
 
 def _is_of_block(name: str, first: int) -> bool:
     """Whether a tensor is of a block from the first-th on."""
-    parts = name.split(".")
-    return parts[0] == "blk" and int(parts[1]) >= first
+    found = _BLOCK.match(name)
+    return found is not None and int(found[1]) >= first
 
 
-def _in_halves(tensor: Tensor | QuantizedWeight, heads: int) -> Tensor | QuantizedWeight:
+def _in_halves(tensor: LinearWeight, heads: int) -> LinearWeight:
     """Undo what llama.cpp does to rows: in a head it has pairs of those that turn as neighbours."""
     index = torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).reshape(-1)
-    return tensor.index_rows(index) if isinstance(tensor, QuantizedWeight) else tensor[index]
+    return index_rows(tensor, index)
 
 
 def _divide_frequencies(facts: Facts, model: Any) -> None:
