@@ -125,7 +125,8 @@ def test_projections_of_several_types(tmp_path: Path) -> None:
 
 
 def _small(kind: str, **more: Any) -> Any:
-    variant = "experts and dense layers" if kind == "qwen3_next" else "plain"
+    variants = {"gemma4_text": "all experts", "qwen3_next": "experts and dense layers"}
+    variant = variants.get(kind, "plain")
     some = {"mlp_only_layers": []} if kind == "qwen3_next" else {}
     return model_of(random_config(kind, variant, **some, **more))
 
@@ -221,6 +222,7 @@ def _replaced(key: str, value: Any) -> Callable[[Any], None]:
 BAD_ENTRIES: list[tuple[str, str, Any, str]] = [
     ("lfm2_moe", "expert_gating_func", 1, "has an expert_gating_func 1; expected 2, a sigmoid"),
     ("lfm2_moe", "leading_dense_block_count", 2, "in the layers []; expected none in the first 2"),
+    ("gemma4_text", "expert_used_count", 7, "has 7 experts of a token; expected at most 6"),
     ("lfm2_moe", "expert_used_count", 7, "has 7 experts of a token; expected at most 6"),
     ("qwen3_5_moe_text", "expert_count", 5, "of shape [6, 32]; expected [5, 32]"),
     ("qwen3_next", "ssm.group_count", 4, "blk.0.ssm_conv1d.weight of shape [64, 4]; expected ["),

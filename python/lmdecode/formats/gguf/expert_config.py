@@ -7,13 +7,15 @@ from lmdecode.formats.gguf.facts import Facts, refused
 __all__ = ["expert_counts", "expert_size", "layers_without_experts"]
 
 
-def expert_counts(facts: Facts, name: str = "num_experts") -> dict[str, int]:
-    """Return the config entries of a layer's experts, by this ``name``, and of a token's."""
+def expert_counts(
+    facts: Facts, name: str = "num_experts", chosen_name: str = "num_experts_per_tok"
+) -> dict[str, int]:
+    """Return the config entries of a layer's experts and of a token's, by these names."""
     count = facts.count("expert_count")
     chosen = facts.count("expert_used_count")
     if chosen > count:
         raise refused(facts.file, f"has {chosen} experts of a token; expected at most {count}")
-    return {name: count, "num_experts_per_tok": chosen}
+    return {name: count, chosen_name: chosen}
 
 
 def expert_size(facts: Facts, kind: str = "exps") -> int:

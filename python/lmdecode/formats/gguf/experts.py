@@ -15,7 +15,8 @@ from lmdecode.linear.quantized_weight import QuantizedWeight, join_rows
 __all__ = ["expert_tensors", "read_parts"]
 
 _PARAMETER = re.compile(
-    r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?experts\.(gate_up_proj|down_proj)(_bias)?"
+    r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?"
+    r"experts\.(gate_up_proj|down_proj)(_bias)?"
 )
 _BOTH = "ffn_gate_up_exps.weight"  # gates, then the others
 _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.input_linear\.weight")

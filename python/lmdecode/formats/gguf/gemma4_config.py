@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lmdecode.formats.gguf.expert_config import expert_counts
 from lmdecode.formats.gguf.facts import Facts, refused
 
 __all__ = ["gemma4", "unused_tensors"]
@@ -59,8 +60,7 @@ def _experts(facts: Facts) -> dict[str, Any]:
         return {"enable_moe_block": False}
     return {
         "enable_moe_block": True,
-        "num_experts": facts.count("expert_count"),
-        "top_k_experts": facts.count("expert_used_count"),
+        **expert_counts(facts, chosen_name="top_k_experts"),
         "moe_intermediate_size": facts.count("expert_feed_forward_length"),
     }
 
