@@ -370,10 +370,12 @@ class CausalLayerWeights(NamedTuple):
         [D]: the sigmoid of its product scales what the shared expert gives.
     router_scale : Tensor or None
         [E]: what the weights of experts are multiplied by at last.
-    router_norm_gamma, experts_norm_gamma, experts_out_norm_gamma, shared_out_norm_gamma : Tensor
-        [D] each, all or none: of what the router and what the experts read, where the shared expert
-        reads what ``ffn_norm_gamma`` gives; and of what experts and what the shared one give,
-        before they are added.
+    router_norm_gamma, experts_norm_gamma : Tensor or None
+        [D]: of what the router reads, and of what the experts read. The shared expert reads what
+        ``ffn_norm_gamma`` gives.
+    experts_out_norm_gamma, shared_out_norm_gamma : Tensor or None
+        [D]: of what the experts give, and of what the shared one gives, before these are added. A
+        layer has all four of these norms, or none.
     per_layer_gate, per_layer_out, per_layer_out_norm_gamma : Tensor or None
         [P, D], [D, P] and [D], where P is not 0: behind the feed-forward layer there is
         ``x += norm(out(activation(gate(x)) * inputs))`` with the token's inputs of the layer.

@@ -97,7 +97,7 @@ class PackedCausalModel:
     Attributes
     ----------
     memory, layout : Tensor
-        uint8 [bytes] with all weights, and int64 [layers + 1, 50]: where they lie. See
+        uint8 [bytes] with all weights, and int64 [layers + 1, columns]: where they lie. See
         csrc/bindings/causal_checks.h.
     sizes, numbers : list
         The config as the ops take it.

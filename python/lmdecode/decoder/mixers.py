@@ -10,7 +10,6 @@ from typing import Any, Literal
 from lmdecode._checks import check_bool, check_choice, check_int
 
 __all__ = [
-    "NO_MIXER_NUMBERS",
     "GatedDeltaRule",
     "Mamba2",
     "Mixer",
@@ -217,8 +216,6 @@ _KINDS: dict[str, Any] = {
     "gated_delta_rule": GatedDeltaRule,
     "mamba2": Mamba2,
 }
-# Numbers of a model without Mamba-2: see ``mixer_numbers``.
-NO_MIXER_NUMBERS = [0.0, 0.0]
 
 
 def _mixer(op: str, value: object) -> Mixer | None:
@@ -275,10 +272,13 @@ def mixer_sizes(mixers: Sequence[Mixer | None]) -> list[int]:
 
 
 def mixer_numbers(mixers: Sequence[Mixer | None]) -> tuple[bool, list[float]]:
-    """Return, of Mamba-2, whether its norm is before the gate, and the limits of its steps."""
+    """Return, of Mamba-2, whether its norm is before the gate, and the limits of its steps.
+
+    Of others False and zeros.
+    """
     found = _the_mixer(mixers)
     if not isinstance(found, Mamba2):
-        return False, NO_MIXER_NUMBERS
+        return False, [0.0, 0.0]
     return found.norm_first, [found.least_step, found.most_step]
 
 

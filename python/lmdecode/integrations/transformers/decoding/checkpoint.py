@@ -45,8 +45,6 @@ _TOKENIZER_FILES = (
 
 # Types whose causal language model would have parameters of other names than their files.
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
-
-
 # Buffers that are read as weights are.
 _READ_BUFFERS = (".expert_bias", ".layer_scalar")
 
