@@ -50,6 +50,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.values import (
     wide,
 )
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
+from lmdecode.linear.quantized_weight import index_rows
 
 __all__ = ["causal_model_of", "refuse_rope_types"]
 
@@ -327,8 +328,7 @@ class _Reader:
         if isinstance(module, Rows):
             weight, bias = self._linear(module.module)
             index = module.order
-            rows = weight[index] if isinstance(weight, Tensor) else weight.index_rows(index)
-            return rows, None if bias is None else bias[index]
+            return index_rows(weight, index), None if bias is None else bias[index]
         if isinstance(module, Scaled):
             return scaled(module.inputs, module.outputs, *self._linear(module.module))
         if isinstance(module, SideBySide):
