@@ -125,8 +125,11 @@ def test_projections_of_several_types(tmp_path: Path) -> None:
 
 
 def _small(kind: str, **more: Any) -> Any:
-    variants = {"gemma4_text": "all experts", "qwen3_next": "experts and dense layers"}
-    variant = variants.get(kind, "plain")
+    others = {
+        "qwen3_next": "experts and dense layers",
+        "gemma4_text": "experts, shared keys, inputs of layers",
+    }
+    variant = others.get(kind, "plain")
     some = {"mlp_only_layers": []} if kind == "qwen3_next" else {}
     return model_of(random_config(kind, variant, **some, **more))
 
@@ -219,7 +222,11 @@ def _replaced(key: str, value: Any) -> Callable[[Any], None]:
     return change
 
 
+_HUGE = (1 << 31) - 2  # of which no list may be made
 BAD_ENTRIES: list[tuple[str, str, Any, str]] = [
+    ("gemma4_text", "attention.shared_kv_layers", _HUGE, "expected fewer than its 5 layers"),
+    ("gemma4_text", "attention.shared_kv_layers", 5, "has 5 for gemma4.attention.shared_kv_layers"),
+    ("gemma4_text", "embedding_length_per_layer_input", _HUGE, "of 50 columns; expected 5 layers"),
     ("lfm2_moe", "expert_gating_func", 1, "has an expert_gating_func 1; expected 2, a sigmoid"),
     ("lfm2_moe", "leading_dense_block_count", 2, "in the layers []; expected none in the first 2"),
     ("gemma4_text", "expert_used_count", 7, "has 7 experts of a token; expected at most 6"),

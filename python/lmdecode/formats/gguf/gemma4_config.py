@@ -79,6 +79,30 @@ def _softcap(facts: Facts) -> float | None:
     return facts.number("final_logit_softcapping", 30.0)
 
 
+def _shared_layers(facts: Facts, layers: int) -> int:
+    """Return how many layers at the end take keys and values of those before them."""
+    shared = facts.count("attention.shared_kv_layers", 0, least=0)
+    if shared >= layers:
+        raise refused(
+            facts.file,
+            f"has {shared} for gemma4.attention.shared_kv_layers; expected fewer than its "
+            f"{layers} layers",
+        )
+    return shared
+
+
+def _per_layer_size(facts: Facts, layers: int) -> int:
+    """Return what a token gives to each layer: a row of the second table has it for all."""
+    size = facts.count("embedding_length_per_layer_input", 0, least=0)
+    if size and (columns := facts.shape("per_layer_token_embd.weight")[-1]) != layers * size:
+        raise refused(
+            facts.file,
+            f"has a per_layer_token_embd.weight of {columns} columns; expected {layers} layers "
+            f"of {size}",
+        )
+    return size
+
+
 def unused_tensors(config: Any) -> set[str]:
     """Return tensors that a file may have: keys and values of layers that take those of others."""
     layers = range(config.num_hidden_layers)[
@@ -92,7 +116,7 @@ def gemma4(facts: Facts) -> dict[str, Any]:
     """Return the config entries of Gemma 4's text."""
     vocab_size, size = facts.shape("token_embd.weight")
     tensors, layers = facts.file.tensors, facts.count("block_count")
-    shared = facts.count("attention.shared_kv_layers", 0, least=0)
+    shared = _shared_layers(facts, layers)
     slides = [bool(s) for s in facts.counts("attention.sliding_window_pattern", layers)]
     head_size, global_size = _head_size(facts, "_swa"), _head_size(facts, "")
     if (kind := facts.text("rope.scaling.type", "none")) != "none":
@@ -124,7 +148,7 @@ def gemma4(facts: Facts) -> dict[str, Any]:
         "max_position_embeddings": facts.count("context_length"),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "hidden_size_per_layer_input": facts.count("embedding_length_per_layer_input", 0, least=0),
+        "hidden_size_per_layer_input": _per_layer_size(facts, layers),
         "attention_k_eq_v": keys_are_values,
         "num_kv_shared_layers": shared,
         "sliding_window": facts.count("attention.sliding_window"),
