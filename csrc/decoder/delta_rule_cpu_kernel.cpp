@@ -1,7 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "decoder/delta_rule.h"
+#include "decoder/part_vectors.h"
 #include "simd/vec_math.h"
-#include "simd/vec_round.h"
 
 namespace lmdecode::LMD_SIMD::decoder {
 
@@ -12,14 +12,6 @@ namespace {
 constexpr int kVectors = static_cast<int>(kDeltaColumns) / kLanes;
 // Sums of every so many keys, so that additions do not wait for each other.
 constexpr int kSums = kVectors <= 2 ? 2 : 1;
-
-inline F32 read(const float* p, int64_t n) {
-  return n >= kLanes ? load(p) : load_part(p, static_cast<int>(n), 0.0f);
-}
-
-inline void write(float* p, F32 a, int64_t n) {
-  n >= kLanes ? store(p, a) : store_part(p, a, static_cast<int>(n));
-}
 
 inline float dot(const float* a, const float* b, int64_t size) {
   F32 sum = splat(0.0f);
@@ -187,7 +179,7 @@ void delta_rule_norm(const DeltaRuleParams& p, int64_t begin, int64_t end) {
       for (int64_t i = 0; i < size; i += kLanes) {
         const int64_t n = size - i;
         const F32 z = read(gate + i, n);
-        const F32 open = z / (splat(1.0f) + exp_of(splat(0.0f) - z));
+        const F32 open = silu(z);
         write(out + i, read(out + i, n) * factor * read(p.gamma + i, n) * open, n);
       }
     }

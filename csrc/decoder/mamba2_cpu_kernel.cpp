@@ -1,7 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "decoder/mamba2.h"
+#include "decoder/part_vectors.h"
 #include "simd/vec_math.h"
-#include "simd/vec_round.h"
 
 namespace lmdecode::LMD_SIMD::decoder {
 
@@ -12,16 +12,6 @@ namespace {
 constexpr int kVectors = 2;  // of columns that are in registers together
 constexpr int64_t kWide = kVectors * kLanes;
 constexpr int kMostTokens = static_cast<int>(kMambaTokens);
-
-inline F32 read(const float* p, int64_t n) {
-  return n >= kLanes ? load(p) : load_part(p, static_cast<int>(n), 0.0f);
-}
-
-inline void write(float* p, F32 a, int64_t n) {
-  n >= kLanes ? store(p, a) : store_part(p, a, static_cast<int>(n));
-}
-
-inline F32 silu(F32 x) { return x / (splat(1.0f) + exp_of(splat(0.0f) - x)); }
 
 // Some columns of H, row by row.
 struct Columns {

@@ -1,7 +1,7 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
+#include "decoder/part_vectors.h"
 #include "decoder/short_convolution.h"
 #include "simd/vec_math.h"
-#include "simd/vec_round.h"
 
 namespace lmdecode::LMD_SIMD::decoder {
 
@@ -10,16 +10,6 @@ using namespace lmdecode::decoder;
 namespace {
 
 constexpr int64_t kBlock = 256;  // channels whose last inputs lie in the L1 cache
-
-inline F32 read(const float* p, int64_t n) {
-  return n >= kLanes ? load(p) : load_part(p, static_cast<int>(n), 0.0f);
-}
-
-inline void write(float* p, F32 a, int64_t n) {
-  n >= kLanes ? store(p, a) : store_part(p, a, static_cast<int>(n));
-}
-
-inline F32 silu(F32 x) { return x / (splat(1.0f) + exp_of(splat(0.0f) - x)); }
 
 // kTaps is the number of taps, or 0 where it is known at run time only.
 template <int kTaps>
