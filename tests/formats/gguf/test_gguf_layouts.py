@@ -217,6 +217,8 @@ def test_layers_that_predict_further_tokens_are_left(kind: str, tmp_path: Path) 
 
 def _replaced(key: str, value: Any) -> Callable[[Any], None]:
     def change(writer: Any) -> None:
+        if f"{writer.arch}.{key}" not in writer.kv_data[0]:
+            writer.add_uint32(f"{writer.arch}.{key}", value)
         writer.kv_data[0][f"{writer.arch}.{key}"].value = value
 
     return change
@@ -232,6 +234,7 @@ BAD_ENTRIES: list[tuple[str, str, Any, str]] = [
     ("gemma4_text", "expert_used_count", 7, "has 7 experts of a token; expected at most 6"),
     ("lfm2_moe", "expert_used_count", 7, "has 7 experts of a token; expected at most 6"),
     ("qwen3_5_moe_text", "expert_count", 5, "of shape [6, 32]; expected [5, 32]"),
+    ("qwen3_next", "nextn_predict_layers", 4, "expected fewer than its 4 layers"),
     ("qwen3_next", "ssm.group_count", 4, "blk.0.ssm_conv1d.weight of shape [64, 4]; expected ["),
     ("qwen3_next", "attention.key_length", 10, "attn_q.weight of shape [96, 32]; expected [80,"),
 ]

@@ -97,7 +97,13 @@ def lfm2moe(facts: Facts) -> dict[str, Any]:
 def _delta_rules(facts: Facts) -> dict[str, Any]:
     """Return what Qwen 3.5 and Qwen 3 Next have; layers that predict further are left."""
     head_size, blocks = facts.count("attention.key_length"), facts.count("block_count")
-    layers = blocks - facts.count("nextn_predict_layers", 0, least=0)
+    layers = blocks - (further := facts.count("nextn_predict_layers", 0, least=0))
+    if layers < 1:
+        raise refused(
+            facts.file,
+            f"has {further} for {facts.architecture}.nextn_predict_layers; expected fewer than "
+            f"its {blocks} layers",
+        )
     if facts.has("attention.recurrent_layers"):
         recurrent = facts.counts("attention.recurrent_layers", blocks)[:layers]
     else:
