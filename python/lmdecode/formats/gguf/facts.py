@@ -56,6 +56,21 @@ class Facts:
             )
         return value
 
+    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a count of features, heads or layers: what a tensor of the file is as large as.
+
+        So nothing is made of a size that a damaged file claims.
+        """
+        value, tensors = self.count(key, default, least=least), self.file.tensors
+        sizes = (max(tensor.shape, default=0) for tensor in tensors.values())
+        if value > (largest := max(len(tensors), *sizes, 0)):
+            raise refused(
+                self.file,
+                f"has {value} for {self.architecture}.{key}; expected at most {largest}, the "
+                "largest size of its tensors",
+            )
+        return value
+
     def counts(self, key: str, length: int) -> list[int]:
         """Return a list of as many ints or flags, each at least 0; one int stands for all."""
         name = f"{self.architecture}.{key}"

@@ -22,7 +22,7 @@ def _common(facts: Facts) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "hidden_size": size,
         "max_position_embeddings": facts.count("context_length"),
-        "num_attention_heads": facts.count("attention.head_count"),
+        "num_attention_heads": facts.size("attention.head_count"),
         "tie_word_embeddings": "output.weight" not in facts.file.tensors,
     }
 
@@ -53,7 +53,7 @@ def _convolutions(facts: Facts) -> dict[str, Any]:
         "num_key_value_heads": some.pop(),
         "layer_types": ["full_attention" if heads else "conv" for heads in key_heads],
         "norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "conv_L_cache": facts.count("shortconv.l_cache"),
+        "conv_L_cache": facts.size("shortconv.l_cache"),
         "conv_bias": False,
         "rope_parameters": _rope(facts, 1e6),
     }
@@ -76,7 +76,7 @@ def lfm2moe(facts: Facts) -> dict[str, Any]:
         )
     entries = _convolutions(facts)
     layers = entries["num_hidden_layers"]
-    dense = facts.count("leading_dense_block_count", 0, least=0)
+    dense = facts.size("leading_dense_block_count", 0, least=0)
     if (without := layers_without_experts(facts, layers)) != list(range(dense)):
         raise refused(
             facts.file,
@@ -96,7 +96,7 @@ def lfm2moe(facts: Facts) -> dict[str, Any]:
 
 def _delta_rules(facts: Facts) -> dict[str, Any]:
     """Return what Qwen 3.5 and Qwen 3 Next have; layers that predict further are left."""
-    head_size, blocks = facts.count("attention.key_length"), facts.count("block_count")
+    head_size, blocks = facts.size("attention.key_length"), facts.count("block_count")
     layers = blocks - (further := facts.count("nextn_predict_layers", 0, least=0))
     if layers < 1:
         raise refused(
@@ -109,19 +109,19 @@ def _delta_rules(facts: Facts) -> dict[str, Any]:
     else:
         interval = facts.count("full_attention_interval", 4)
         recurrent = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    heads = facts.count("ssm.time_step_rank")
-    turned = facts.count("rope.dimension_count", head_size)
+    heads = facts.size("ssm.time_step_rank")
+    turned = facts.size("rope.dimension_count", head_size)
     return {
         **_common(facts),
         "num_hidden_layers": layers,
         "head_dim": head_size,
-        "num_key_value_heads": facts.count("attention.head_count_kv"),
+        "num_key_value_heads": facts.size("attention.head_count_kv"),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
         "layer_types": ["linear_attention" if r else "full_attention" for r in recurrent],
-        "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
-        "linear_key_head_dim": facts.count("ssm.state_size"),
-        "linear_value_head_dim": facts.count("ssm.inner_size") // heads,
-        "linear_num_key_heads": facts.count("ssm.group_count"),
+        "linear_conv_kernel_dim": facts.size("ssm.conv_kernel"),
+        "linear_key_head_dim": facts.size("ssm.state_size"),
+        "linear_value_head_dim": facts.size("ssm.inner_size") // heads,
+        "linear_num_key_heads": facts.size("ssm.group_count"),
         "linear_num_value_heads": heads,
         # A text alone has one position where an image has three: sections change nothing.
         "rope_parameters": {**_rope(facts, 1e7), "partial_rotary_factor": turned / head_size},
