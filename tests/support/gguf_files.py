@@ -25,9 +25,10 @@ ARCHITECTURES = {
     "olmoe": "olmoe", "qwen3_moe": "qwen3moe",
     "llama": "llama", "mistral": "llama", "olmo2": "olmo2", "phi3": "phi3", "qwen2": "qwen2",
     "qwen3": "qwen3", "smollm3": "smollm3", "lfm2": "lfm2", "qwen3_5_text": "qwen35",
+    "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
     "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
 }  # fmt: skip
-_PAIRS = ("llama", "granite", "granitemoe", "smollm3")
+_PAIRS = ("llama", "granite", "granitehybrid", "granitemoe", "smollm3")
 
 
 def _neighbours(weight: Tensor, heads: int) -> Tensor:
@@ -79,6 +80,42 @@ def _qwen3next(parameter: str, tensor: Tensor, config: Any) -> dict[str, Tensor]
             f"blk.{layer}.attn_gate.weight": gates.contiguous()}  # fmt: skip
 
 
+def _mamba2(parameter: str, tensor: Tensor, groups: int) -> tuple[str, Tensor]:
+    """Name and values of a layer of Mamba-2: norms are by groups, decays and skips are columns."""
+    name = parameter.rpartition(".mamba.")[2]
+    if name == "dt_bias":
+        parameter = parameter.replace("dt_bias", "dt_proj.bias")
+    elif name == "norm.weight":
+        tensor = tensor.unflatten(0, (groups, -1))
+    elif name in ("A_log", "D"):
+        tensor = tensor[:, None]
+    return parameter, -tensor.exp() if name == "A_log" else tensor
+
+
+def _multiplied(parameter: str, tensor: Tensor, config: Any) -> Tensor:
+    """Return values with the multipliers of Falcon-H1, which files have in the weights."""
+    given, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
+    is_bias = parameter.endswith("bias")  # which factors of inputs leave as it is
+    factors = {
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "q_proj": 1.0 if is_bias else given,
+        "k_proj": config.key_multiplier * (1.0 if is_bias else given),
+        "v_proj": 1.0 if is_bias else given,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "gate_proj": gate,
+        "down_proj": down,
+    }
+    module = parameter.split(".")[-2]
+    if module == "in_proj":
+        inner, keys = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+        sizes = torch.tensor([inner, inner, keys, keys, config.mamba_n_heads])
+        of_rows = torch.tensor(config.ssm_multipliers).repeat_interleave(sizes)
+        return tensor * of_rows[:, None] * config.ssm_in_multiplier
+    return tensor * factors.get(module, 1.0)
+
+
 def tensors_of(model: Any) -> dict[str, Tensor]:
     """Return a model's tensors by the names, and with the values, that its file has."""
     config, kind = model.config, model.config.model_type
@@ -97,6 +134,10 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
             tensor = tensor.T
         if architecture in ("gemma2", "gemma3") and parameter.endswith("norm.weight"):
             tensor = tensor + 1
+        if ".mamba." in parameter:
+            parameter, tensor = _mamba2(parameter, tensor, config.mamba_n_groups)
+        if kind == "falcon_h1":
+            tensor = _multiplied(parameter, tensor, config)
         if architecture in ("qwen35", "qwen35moe"):
             tensor = _value_heads_apart(parameter, tensor, config)
         if hasattr(config, "linear_num_key_heads"):
@@ -107,6 +148,14 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
         if parameter.endswith(("router.scale", "router.per_expert_scale")):
             of_layer = "ffn_gate_inp" if parameter.endswith("router.scale") else "ffn_down_exps"
             tensors[f"blk.{parameter.split('.')[2]}.{of_layer}.scale"] = tensor
+            continue
+        if (
+            kind == "granitemoehybrid"
+            and not config.num_local_experts
+            and "shared_mlp" in parameter
+        ):
+            of_expert = _experts_of(parameter, tensor, architecture)
+            tensors |= {name.replace("_shexp", ""): part for name, part in of_expert.items()}
             continue
         if ".experts." in parameter or "shared_mlp.input_linear" in parameter:
             tensors |= _experts_of(parameter, tensor, architecture)
@@ -176,6 +225,8 @@ def _experts_of(parameter: str, tensor: Tensor, architecture: str) -> dict[str, 
         gate, up = tensor.chunk(2)
         return {f"blk.{layer}.ffn_gate_shexp.weight": gate.contiguous(),
                 f"blk.{layer}.ffn_up_shexp.weight": up.contiguous()}  # fmt: skip
+    if parameter.endswith("shared_mlp.output_linear.weight"):
+        return {f"blk.{layer}.ffn_down_shexp.weight": tensor}
     field = "bias" if parameter.endswith("_bias") else "weight"
     if is_oss and field == "weight":
         tensor = tensor.swapaxes(1, 2)
@@ -267,6 +318,8 @@ def _write_config(writer: Any, config: Any) -> None:
             writer.add_leading_dense_block_count(config.num_dense_layers)
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         return
+    if hasattr(config, "mamba_n_heads"):
+        return _write_mamba2(writer, config)
     if hasattr(config, "linear_num_key_heads"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -293,10 +346,40 @@ def _write_config(writer: Any, config: Any) -> None:
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if kind.startswith("granite"):
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
+        _write_granite(writer, config)
+
+
+def _write_granite(writer: Any, config: Any) -> None:
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _write_mamba2(writer: Any, config: Any) -> None:
+    """Write what the converter does for Falcon-H1 and Granite 4, behind what all models have."""
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.model_type == "falcon_h1":
+        head_size = config.hidden_size // config.num_attention_heads
+        writer.add_key_length(head_size)
+        writer.add_value_length(head_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        return
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    writer.add_head_count_kv(
+        [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
+    )
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok if config.num_local_experts else 0)
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    _write_granite(writer, config)
 
 
 def quantized(values: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:

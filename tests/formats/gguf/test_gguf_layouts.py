@@ -30,8 +30,18 @@ _WIDE_GEMMA = {
     **_WIDE, "head_dim": 64, "global_head_dim": 64, "hidden_size_per_layer_input": 256,
     "top_k_experts": 2, "vocab_size_per_layer_input": 101,
 }  # fmt: skip
+_WIDE_MAMBA = {
+    "hidden_size": 256, "intermediate_size": 256, "shared_intermediate_size": 256,
+    "mamba_d_head": 64, "mamba_d_state": 16, "num_local_experts": 3, "residual_multiplier": 1.0,
+}  # fmt: skip
+_WIDE_FALCON = {
+    "hidden_size": 256, "intermediate_size": 256, "mamba_d_ssm": 256, "mamba_n_heads": 4,
+    "mamba_d_head": 64, "projectors_bias": False,
+}  # fmt: skip
 WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon_h1": ("norm behind the gate, biases", _WIDE_FALCON),
     "gemma4_text": ("experts, shared keys, inputs of layers", _WIDE_GEMMA),
+    "granitemoehybrid": ("experts, multipliers", _WIDE_MAMBA),
     "lfm2_moe": ("plain", {**_WIDE, "num_dense_layers": 1}),
     "qwen3_5_moe_text": ("plain", _WIDE_DELTA),
     "qwen3_next": ("experts and dense layers", _WIDE_DELTA),
@@ -47,8 +57,11 @@ def _wide(kind: str) -> Any:
 
 def _kinds(kind: str) -> Callable[[str], str]:
     """What llama-quantize makes of tensors: convolutions and routers stay what they are."""
-    floats = ("conv", "ffn_gate_inp")
-    return lambda name: "F32" if any(part in name for part in floats) else kind
+    floats = ("conv", "ffn_gate_inp", "ssm_norm")
+    ends = (".ssm_a", ".ssm_d")
+    return lambda name: (
+        "F32" if any(part in name for part in floats) or name.endswith(ends) else kind
+    )
 
 
 def _rounded(tensor: Tensor, kind: str) -> Tensor:
@@ -102,7 +115,8 @@ def test_values_of_each_type(kind: str, type_name: str, tmp_path: Path) -> None:
     if type_name.startswith("Q"):
         last = weights.layers[1]
         assert isinstance(last.qkv, QuantizedWeight) and last.qkv.kind == type_name
-        assert isinstance(last.experts_down[2], QuantizedWeight)
+        down = last.ffn_down if kind == "falcon_h1" else last.experts_down[2]
+        assert isinstance(down, QuantizedWeight)
     decoding = lmdecode.Decoding.from_pretrained(blocks, None)
     assert decoding.generate(random_tokens(9)[None], **OPTIONS).shape == (1, 29)
 

@@ -32,6 +32,14 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         "experts, shared keys, inputs of layers",
         {"use_bidirectional_attention": None},
     ),
+    ("falcon_h1", "multipliers", {}),
+    ("falcon_h1", "norm behind the gate, biases", {"projectors_bias": False}),
+    (
+        "falcon_h1",
+        "norm before the gate, tied",
+        # As in llama.cpp, tied logits have the factor of the embedding.
+        {"mamba_norm_before_gate": False, "lm_head_multiplier": 1.5},
+    ),
     ("gpt2", "plain", {}),
     ("granite", "plain", {}),
     ("granite", "multipliers, biases", {}),
@@ -75,6 +83,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("smollm3", "layers without positions", {}),
     ("gpt_oss", "plain", {}),
     ("granitemoe", "multipliers, biases", {}),
+    ("granitemoehybrid", "experts, multipliers", {}),
+    (
+        "granitemoehybrid",
+        "dense, attention last, rotary, biases",
+        {"intermediate_size": 28},  # which is that of the shared one in Granite 4
+    ),
     ("granitemoeshared", "shared", {}),
     ("olmoe", "plain", {}),
     ("qwen3_moe", "few of many", {"norm_topk_prob": True, "head_dim": 12}),
@@ -294,6 +308,6 @@ def test_a_file_that_begins_as_one_needs_no_ending(tmp_path: Path) -> None:
 def test_the_files_names_are_those_of_the_package() -> None:
     """Every tensor of every architecture was written by its name in the package gguf."""
     for case in CASES:
-        # The decays of a state are the one tensor without a suffix.
-        known = (".weight", ".bias", ".ssm_a", "_inp.scale", "_exps.scale")
+        # Decays and skips of a state have no suffix, and neither has a norm of Falcon-H1.
+        known = (".weight", ".bias", ".ssm_a", "_inp.scale", "_exps.scale", ".ssm_d", ".ffn_norm")
         assert all(name.endswith(known) for name in tensors_of(_model(*case)))

@@ -37,7 +37,11 @@ def _replaced(path: Path, key: str, value: Any) -> None:
 
 
 BAD_ENTRIES: list[tuple[str, Any, str]] = [
-    ("general.architecture", "mamba", "is of the architecture 'mamba'; expected one of gemma2,"),
+    (
+        "general.architecture",
+        "mamba",
+        "is of the architecture 'mamba'; expected one of falcon-h1, gemma2,",
+    ),
     (KEY("block_count"), None, "has None for llama.block_count; expected one int of at least 1"),
     (KEY("block_count"), 3, "has tensors of 2 layers; expected 3"),
     (KEY("block_count"), 2**31 - 2, "has tensors of 2 layers; expected 2147483646"),

@@ -77,13 +77,13 @@ def test_tokens_of_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pre", "tokens"),
     [("gpt-2", ["12", "3"]), ("smollm", ["1", "2", "3"]), ("llama-bpe", ["12", "3"]),
-     ("lfm2", ["12", "3"]), ("qwen2", ["1", "2", "3"]), ("qwen35", ["1", "2", "3"]),
-     ("tekken", ["1", "2", "3"]), ("default", ["12", "3"])],
+     ("falcon-h1", ["12", "3"]), ("lfm2", ["12", "3"]), ("qwen2", ["1", "2", "3"]),
+     ("qwen35", ["1", "2", "3"]), ("tekken", ["1", "2", "3"]), ("default", ["12", "3"])],
 )  # fmt: skip
 def test_words_are_cut_as_the_file_says(pre: str, tokens: list[str], tmp_path: Path) -> None:
     tokenizer = load_tokenizer(_bytes(tmp_path / "m.gguf", pre=pre))
     assert tokenizer("123", add_special_tokens=False).input_ids == _ids(*tokens)
-    begins = pre in ("lfm2", "llama-bpe", "tekken")
+    begins = pre in ("falcon-h1", "lfm2", "llama-bpe", "tekken")
     assert (tokenizer("a").input_ids[0] == tokenizer.bos_token_id) == begins
 
 

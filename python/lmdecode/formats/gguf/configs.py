@@ -16,6 +16,7 @@ from lmdecode.formats.gguf.expert_config import (
 )
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.gemma4_config import gemma4
+from lmdecode.formats.gguf.mamba2_configs import falcon_h1, granite_scales, granitehybrid
 from lmdecode.formats.gguf.state_configs import lfm2, lfm2moe, qwen3next, qwen35, qwen35moe
 
 __all__ = ["CONFIGS", "config_entries"]
@@ -134,14 +135,7 @@ def _llama(facts: Facts) -> dict[str, Any]:
 
 def _granite(facts: Facts) -> dict[str, Any]:
     entries = {**_with_rope(facts), **_biases(facts)}
-    return {
-        **entries,
-        "model_type": "granite",
-        "attention_multiplier": facts.number("attention.scale", entries["head_dim"] ** -0.5),
-        "embedding_multiplier": facts.number("embedding_scale", 1.0),
-        "residual_multiplier": facts.number("residual_scale", 1.0),
-        "logits_scaling": facts.number("logit_scale", 1.0),
-    }
+    return {**entries, **granite_scales(facts, entries["head_dim"]), "model_type": "granite"}
 
 
 def _smollm3(facts: Facts) -> dict[str, Any]:
@@ -323,12 +317,14 @@ def _with_special_tokens(
 
 
 CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
+    "falcon-h1": _with_special_tokens(falcon_h1),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma4": _with_special_tokens(gemma4),
     "gpt2": _gpt2,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
+    "granitehybrid": _with_special_tokens(granitehybrid),
     "granitemoe": _granitemoe,
     "lfm2": _with_special_tokens(lfm2),
     "lfm2moe": _with_special_tokens(lfm2moe),
@@ -347,7 +343,8 @@ CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
 
 
 _OF_EXPERTS = (
-    "gemma4", "gpt-oss", "granitemoe", "lfm2moe", "olmoe", "qwen35moe", "qwen3moe", "qwen3next",
+    "gemma4", "gpt-oss", "granitehybrid", "granitemoe", "lfm2moe", "olmoe", "qwen35moe", "qwen3moe",
+    "qwen3next",
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ _PARAMETER = re.compile(
     r"experts\.(gate_up_proj|down_proj)(_bias)?"
 )
 _BOTH = "ffn_gate_up_exps.weight"  # gates, then the others
-_SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.input_linear\.weight")
+_SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.(input|output)_linear\.weight")
 
 
 def expert_tensors(
@@ -34,11 +34,15 @@ def expert_tensors(
     architecture
         That of the file. Matrices of gpt-oss are [E, in, out] in the model.
     tensors
-        Names of the file's: gates and others may be in one.
+        Names of the file's: gates and others may be in one, and there may be no experts.
     """
     if found := _SHARED.fullmatch(parameter):
-        names = [f"blk.{found[1]}.ffn_{name}_shexp.weight" for name in ("gate", "up")]
-        return dict.fromkeys(names, (shape[0] // 2, shape[1]))
+        # Without a router it is no shared expert, but the feed-forward layer.
+        is_shared = f"blk.{found[1]}.ffn_gate_inp.weight" in tensors
+        parts = ("gate", "up") if found[2] == "input" else ("down",)
+        end = "_shexp.weight" if is_shared else ".weight"
+        names = [f"blk.{found[1]}.ffn_{name}{end}" for name in parts]
+        return dict.fromkeys(names, (shape[0] // len(parts), shape[1]))
     found = _PARAMETER.fullmatch(parameter)
     if found is None:
         return None

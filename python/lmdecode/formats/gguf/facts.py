@@ -94,6 +94,14 @@ class Facts:
             raise refused(self.file, f"has {_shown(value)} for {name}; expected a number above 0")
         return float(value)
 
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a flag."""
+        name = f"{self.architecture}.{key}"
+        value = self.file.metadata.get(name, default)
+        if not isinstance(value, bool):
+            raise refused(self.file, f"has {_shown(value)} for {name}; expected True or False")
+        return value
+
     def text(self, key: str, default: str) -> str:
         """Return a string."""
         name = f"{self.architecture}.{key}"

@@ -16,6 +16,7 @@ from lmdecode.formats.gguf.ends import end_tokens
 from lmdecode.formats.gguf.experts import expert_tensors, read_parts
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.gemma4_config import unused_tensors
+from lmdecode.formats.gguf.mamba2 import is_vector, shape_in_file
 from lmdecode.formats.gguf.names import IGNORED, PERMUTED, PLUS_ONE, tensor_name
 from lmdecode.formats.gguf.reader import GgufFile
 from lmdecode.linear.quantized_weight import LinearWeight, index_rows
@@ -81,6 +82,8 @@ class _Weights:
                 yield from parts.items()
                 continue
             name = self._name(parameter)
+            if is_vector(parameter):
+                shape = shape_in_file(parameter, shape[0], model.config.mamba_n_groups)
             if len(shape) == 3 and shape[1] == 1:  # a convolution of each feature
                 shape = (shape[0], shape[2])
             elif len(shape) == 2 and shape[0] == 1 and self._is_vector(name):
@@ -117,7 +120,8 @@ class _Weights:
                     f"has {name} of shape {list(self._file.tensors[name].shape)}; expected "
                     f"{list(shape)}",
                 )
-            if isinstance(self._file.tensors[name].kind, str) and len(shape) < 2:
+            is_flat = len(shape) < 2 or name.endswith("norm.weight")
+            if isinstance(self._file.tensors[name].kind, str) and is_flat:
                 raise refused(self._file, f"has {name} in blocks; expected floats")
             left.discard(name)
         if left:
@@ -140,6 +144,8 @@ class _Weights:
             tensor = tensor.dequantize()
         if tensor.dtype == torch.float16:
             tensor = tensor.float()
+        if is_vector(parameter):
+            tensor = tensor.flatten()
         if parameter.endswith("A_log"):
             tensor = (-tensor.float()).log()  # the file has -exp of it
         is_norm = parameter.split(".")[-2].endswith("norm") and ".linear_attn." not in parameter

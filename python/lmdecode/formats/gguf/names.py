@@ -9,6 +9,7 @@ __all__ = ["IGNORED", "PERMUTED", "PLUS_ONE", "tensor_name"]
 _WHOLE = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.final_layernorm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
@@ -44,7 +45,6 @@ _OF_LAYER = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "shared_mlp.output_linear": "ffn_down_shexp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
@@ -70,6 +70,13 @@ _OF_LAYER = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
     "ln_1": "attn_norm",
     "attn.c_attn": "attn_qkv",
     "attn.c_proj": "attn_output",
@@ -82,10 +89,14 @@ _OF_LAYER = {
 _NORM_BEHIND = (
     "gemma2", "gemma3", "gemma4", "gpt-oss", "olmo2", "qwen35", "qwen35moe", "qwen3next",
 )  # fmt: skip
-# Parameters of a layer that are no weight or bias of a module.
+# Parameters of a layer whose tensors' names have no ending, or another.
 _OWN = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "pre_ff_layernorm.weight": "ffn_norm",
     "self_attn.sinks": "attn_sinks.weight",
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
@@ -96,7 +107,7 @@ _OF_OWN = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, _OWN))})
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
 
 #: Architectures whose rows of queries and keys llama.cpp has in pairs, rather than in halves.
-PERMUTED = ("granite", "granitemoe", "llama", "smollm3")
+PERMUTED = ("granite", "granitehybrid", "granitemoe", "llama", "smollm3")
 #: Architectures whose norms llama.cpp has as 1 + weight, the delta rule's excepted.
 PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 #: Tensors that are no parameters.

@@ -40,13 +40,15 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (_GPT2,)),
     **dict.fromkeys(("refact", "smollm", "starcoder"), (r"\p{N}", _GPT2)),
-    **dict.fromkeys(("dbrx", "lfm2", "llama-bpe", "llama-v3", "llama3", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(
+        ("dbrx", "falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3", "smaug-bpe"), (_LLAMA3,)
+    ),
     **dict.fromkeys(("deepseek-r1-qwen", "qwen2"), (_QWEN2,)),
     "gpt-4o": (_GPT4O,),
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
 }
 #: A word that is a token is this token, whatever its merges make of it.
-WHOLE_WORDS = ("lfm2", "llama-bpe", "llama-v3", "llama3", "tekken")
+WHOLE_WORDS = ("falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3", "tekken")
 #: A text begins with the token of the begin, where the file does not say.
-BEGIN_BY_DEFAULT = ("lfm2", "llama-bpe", "llama-v3", "llama3", "tekken")
+BEGIN_BY_DEFAULT = ("falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3", "tekken")

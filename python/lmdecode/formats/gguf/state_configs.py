@@ -11,12 +11,15 @@ from lmdecode.formats.gguf.expert_config import (
 )
 from lmdecode.formats.gguf.facts import Facts, refused
 
-__all__ = ["lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe"]
+__all__ = [
+    "common", "key_heads_of", "lfm2", "lfm2moe", "plain_rope", "qwen3next", "qwen35", "qwen35moe",
+]  # fmt: skip
 
 _SIGMOID = 2  # of expert_gating_func
 
 
-def _common(facts: Facts) -> dict[str, Any]:
+def common(facts: Facts) -> dict[str, Any]:
+    """Return the config entries that all these models have."""
     vocab_size, size = facts.shape("token_embd.weight")
     return {
         "vocab_size": vocab_size,
@@ -27,10 +30,22 @@ def _common(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _rope(facts: Facts, theta: float) -> dict[str, Any]:
+def plain_rope(facts: Facts, theta: float) -> dict[str, Any]:
+    """Return a rotary embedding without scaling; ``theta`` is the default of its base."""
     if (kind := facts.text("rope.scaling.type", "none")) != "none":
         raise refused(facts.file, f"has a rope.scaling.type {kind!r}; expected none")
     return {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", theta)}
+
+
+def key_heads_of(facts: Facts, layers: int) -> tuple[list[int], int]:
+    """Return the key heads of each layer, 0 without attention, and those of layers with it."""
+    key_heads = facts.counts("attention.head_count_kv", layers)
+    if len(some := {heads for heads in key_heads if heads}) != 1:
+        raise refused(
+            facts.file,
+            f"has {sorted(some)} key heads in layers with attention; expected the same in all",
+        )
+    return key_heads, some.pop()
 
 
 def _convolutions(facts: Facts) -> dict[str, Any]:
@@ -40,22 +55,17 @@ def _convolutions(facts: Facts) -> dict[str, Any]:
             facts.file, f"has an attention.sliding_window; expected none of {facts.architecture!r}"
         )
     layers = facts.count("block_count")
-    key_heads = facts.counts("attention.head_count_kv", layers)
-    if len(some := {heads for heads in key_heads if heads}) != 1:
-        raise refused(
-            facts.file,
-            f"has {sorted(some)} key heads in layers with attention; expected the same in all",
-        )
+    key_heads, heads = key_heads_of(facts, layers)
     return {
-        **_common(facts),
+        **common(facts),
         "intermediate_size": facts.count("feed_forward_length"),
         "num_hidden_layers": layers,
-        "num_key_value_heads": some.pop(),
-        "layer_types": ["full_attention" if heads else "conv" for heads in key_heads],
+        "num_key_value_heads": heads,
+        "layer_types": ["full_attention" if some else "conv" for some in key_heads],
         "norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": facts.size("shortconv.l_cache"),
         "conv_bias": False,
-        "rope_parameters": _rope(facts, 1e6),
+        "rope_parameters": plain_rope(facts, 1e6),
     }
 
 
@@ -112,7 +122,7 @@ def _delta_rules(facts: Facts) -> dict[str, Any]:
     heads = facts.size("ssm.time_step_rank")
     turned = facts.size("rope.dimension_count", head_size)
     return {
-        **_common(facts),
+        **common(facts),
         "num_hidden_layers": layers,
         "head_dim": head_size,
         "num_key_value_heads": facts.size("attention.head_count_kv"),
@@ -124,7 +134,7 @@ def _delta_rules(facts: Facts) -> dict[str, Any]:
         "linear_num_key_heads": facts.size("ssm.group_count"),
         "linear_num_value_heads": heads,
         # A text alone has one position where an image has three: sections change nothing.
-        "rope_parameters": {**_rope(facts, 1e7), "partial_rotary_factor": turned / head_size},
+        "rope_parameters": {**plain_rope(facts, 1e7), "partial_rotary_factor": turned / head_size},
     }
 
 

@@ -52,6 +52,8 @@ def scaled(
     inputs: float, outputs: float | Tensor, weight: Any, bias: Tensor | None
 ) -> tuple[Any, Tensor | None]:
     """Return a weight and a bias with factors of inputs and of outputs, a number or [out]."""
+    if isinstance(outputs, Tensor) and bool((outputs == 1).all()):
+        outputs = 1.0
     if not isinstance(outputs, Tensor):
         weight, _ = times(inputs * outputs, weight, None)
         return weight, None if bias is None else times(outputs, bias, None)[0]
