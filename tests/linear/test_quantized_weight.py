@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from lmdecode import PackedLinear
-from lmdecode.linear.quantized_weight import KINDS, JoinedWeight, QuantizedWeight, join_rows
+from lmdecode.linear.quantized_weight import (
+    KINDS,
+    JoinedWeight,
+    QuantizedWeight,
+    join_columns,
+    join_rows,
+)
 from lmdecode.reference.gguf import dequantize_blocks
 from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
 
@@ -73,6 +79,24 @@ def test_joined_rows() -> None:
     assert len(mixed.parts) == 3
     expected = torch.cat([q4.dequantize(), floats, other.dequantize()]).nan_to_num()
     assert torch.equal(mixed.dequantize().nan_to_num(), expected)
+
+
+def test_joined_columns() -> None:
+    floats, q4, more = torch.randn(3, 40), _random("Q4_0", 3), _random("Q4_0", 3, 4, seed=1)
+    same = join_columns([q4, more])
+    assert isinstance(same, QuantizedWeight) and same.shape == (3, 192) and same.kind == "Q4_0"
+    expected = torch.cat([q4.dequantize(), more.dequantize()], 1)
+    assert torch.equal(same.dequantize().nan_to_num(), expected.nan_to_num())
+    other = _random("Q8_0", 3)
+    for part in (floats, other, join_rows([q4.rows(0, 1), other.rows(0, 2)])):
+        joined = join_columns([part, q4])
+        values = part if isinstance(part, torch.Tensor) else part.dequantize()
+        expected = torch.cat([values, q4.dequantize()], 1)
+        assert isinstance(joined, torch.Tensor)
+        assert torch.equal(joined.nan_to_num(), expected.nan_to_num())
+    assert torch.equal(join_columns([floats, floats]), torch.cat([floats, floats], 1))
+    with pytest.raises(ValueError, match=r"shapes \[\[3, 40\], \[2, 40\]\]; expected one or more"):
+        join_columns([floats, floats[:2]])
 
 
 def test_rows_of_joined_weights() -> None:

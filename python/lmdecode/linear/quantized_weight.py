@@ -14,7 +14,8 @@ from lmdecode._ops import ops
 from lmdecode.linear.quantized_kinds import KINDS, Kind
 
 __all__ = [
-    "KINDS", "JoinedWeight", "Kind", "LinearWeight", "QuantizedWeight", "index_rows", "join_rows",
+    "KINDS", "JoinedWeight", "Kind", "LinearWeight", "QuantizedWeight", "index_rows",
+    "join_columns", "join_rows",
 ]  # fmt: skip
 
 
@@ -163,3 +164,24 @@ def join_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
     if len(quantized) == len(flat) and len({part.kind for part in quantized}) == 1:
         return QuantizedWeight(torch.cat([part.data for part in quantized]), quantized[0].kind)
     return JoinedWeight(tuple(flat))
+
+
+def join_columns(parts: Sequence[LinearWeight]) -> Tensor | QuantizedWeight:
+    """Return the columns of weights with the same outputs side by side, [outputs, sum of inputs].
+
+    Blocks of one kind stay blocks; anything else becomes floats.
+
+    Raises
+    ------
+    ValueError
+        There are no weights, or their outputs differ.
+    """
+    if not parts or any(part.shape[0] != parts[0].shape[0] for part in parts):
+        raise ValueError(
+            f"join_columns: parts have shapes {[list(part.shape) for part in parts]}; expected one "
+            "or more with the same outputs"
+        )
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(quantized) == len(parts) and len({part.kind for part in quantized}) == 1:
+        return QuantizedWeight(torch.cat([part.data for part in quantized], 1), quantized[0].kind)
+    return torch.cat([_floats(part) for part in parts], 1)

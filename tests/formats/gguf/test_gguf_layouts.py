@@ -117,6 +117,7 @@ def test_values_of_each_type(kind: str, type_name: str, tmp_path: Path) -> None:
         assert isinstance(last.qkv, QuantizedWeight) and last.qkv.kind == type_name
         down = last.ffn_down if kind == "falcon_h1" else last.experts_down[2]
         assert isinstance(down, QuantizedWeight)
+        assert isinstance(last.attention_out, QuantizedWeight)
     decoding = lmdecode.Decoding.from_pretrained(blocks, None)
     assert decoding.generate(random_tokens(9)[None], **OPTIONS).shape == (1, 29)
 

@@ -50,7 +50,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.values import (
     wide,
 )
 from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
-from lmdecode.linear.quantized_weight import index_rows
+from lmdecode.linear.quantized_weight import index_rows, join_columns
 
 __all__ = ["causal_model_of", "refuse_rope_types"]
 
@@ -334,7 +334,7 @@ class _Reader:
         if isinstance(module, SideBySide):
             weights, biases = zip(*map(self._linear, module.modules), strict=True)
             own = [bias for bias in biases if bias is not None]
-            return torch.cat([floats(weight) for weight in weights], 1), sum(own) if own else None
+            return join_columns(weights), sum(own) if own else None
         weight, bias = self._weight(module), self._parameter(module, "bias")
         if type(module) is Conv1D and isinstance(weight, Tensor):
             weight = weight.T
