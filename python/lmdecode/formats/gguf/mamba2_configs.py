@@ -28,10 +28,10 @@ def _any(facts: Facts, ending: str) -> bool:
 def _sizes(facts: Facts) -> dict[str, int]:
     """Return the sizes of Mamba-2: rows of its projection must be what they say.
 
-    Else huge ones would be a vector of their size in a model without weights.
+    Else products of large ones would be a vector of their size in a model without weights.
     """
-    inner, heads = facts.count("ssm.inner_size"), facts.count("ssm.time_step_rank")
-    groups, state = facts.count("ssm.group_count"), facts.count("ssm.state_size")
+    inner, heads = facts.size("ssm.inner_size"), facts.size("ssm.time_step_rank")
+    groups, state = facts.size("ssm.group_count"), facts.size("ssm.state_size")
     for whole, part, what in (
         (inner, heads, "heads of Mamba-2"),
         (heads, groups, "groups of its heads of Mamba-2"),
@@ -59,8 +59,8 @@ def _common(facts: Facts) -> dict[str, Any]:
     """Return what both models have: sizes, and heads of attention and of Mamba-2."""
     entries = common(facts)
     size, heads = entries["hidden_size"], entries["num_attention_heads"]
-    head_size = facts.count("attention.key_length", max(1, size // heads))
-    if (values := facts.count("attention.value_length", head_size)) != head_size:
+    head_size = facts.size("attention.key_length", max(1, size // heads))
+    if (values := facts.size("attention.value_length", head_size)) != head_size:
         raise refused(facts.file, f"has values of {values} features; expected keys', {head_size}")
     return {
         **entries,
@@ -69,14 +69,14 @@ def _common(facts: Facts) -> dict[str, Any]:
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
         "attention_bias": _any(facts, ".attn_q.bias"),
         **_sizes(facts),
-        "mamba_d_conv": facts.count("ssm.conv_kernel"),
+        "mamba_d_conv": facts.size("ssm.conv_kernel"),
         "mamba_conv_bias": _any(facts, ".ssm_conv1d.bias"),
         "mamba_proj_bias": False,
     }
 
 
 def _rope(facts: Facts, head_size: int) -> dict[str, Any]:
-    if (turned := facts.count("rope.dimension_count", head_size)) != head_size:
+    if (turned := facts.size("rope.dimension_count", head_size)) != head_size:
         raise refused(
             facts.file, f"turns {turned} of {head_size} features of a head; expected all of them"
         )
@@ -85,7 +85,7 @@ def _rope(facts: Facts, head_size: int) -> dict[str, Any]:
 
 def granitehybrid(facts: Facts) -> dict[str, Any]:
     """Return the config entries of Granite 4; layers without key heads are Mamba-2."""
-    size, inner = facts.count("embedding_length"), facts.count("ssm.inner_size")
+    size, inner = facts.count("embedding_length"), facts.size("ssm.inner_size")
     if inner % size:
         raise refused(
             facts.file, f"has an ssm.inner_size {inner}; expected a multiple of its {size} features"
@@ -127,9 +127,9 @@ def falcon_h1(facts: Facts) -> dict[str, Any]:
         **entries,
         "model_type": "falcon_h1",
         "intermediate_size": facts.count("feed_forward_length"),
-        "num_key_value_heads": facts.count("attention.head_count_kv"),
+        "num_key_value_heads": facts.size("attention.head_count_kv"),
         "mlp_bias": _any(facts, ".ffn_up.bias"),
-        "mamba_d_ssm": facts.count("ssm.inner_size"),
+        "mamba_d_ssm": facts.size("ssm.inner_size"),
         "mamba_rms_norm": _any(facts, ".ssm_norm.weight"),
         "mamba_norm_before_gate": False,  # in llama.cpp, too, whatever the model
         "projectors_bias": False,
