@@ -98,6 +98,7 @@ set(BINDING_SOURCES
 set(CPU_BINDING_SOURCES
   bindings/block_table.cpp
   bindings/causal_caches.cpp
+  bindings/causal_cache_checks.cpp
   bindings/causal_checks.cpp
   bindings/causal_forward.cpp
   bindings/cpu_capability.cpp
