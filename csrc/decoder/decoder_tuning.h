@@ -22,7 +22,7 @@ constexpr double kNanosecondsPerLogit = 0.5;
 // Of a feature that a convolution over a few tokens sees.
 constexpr double kNanosecondsPerConvolved = 0.5;
 
-// Of an element of the delta rule's state that a token changes.
+// Of an element of the delta rule's or Mamba-2's state that a token changes.
 constexpr double kNanosecondsPerDelta = 0.06;
 
 // Of a head's step in time of Mamba-2: a logarithm and two exponentials.

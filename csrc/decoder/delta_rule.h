@@ -8,34 +8,26 @@
 // chunked form of the rule (products of matrices) has not been tried.
 #pragma once
 
-#include "decoder/layer_state.h"
+#include "decoder/head_states.h"
 #include "simd/kernel_levels.h"
 
 namespace lmdecode::decoder {
 
-struct DeltaRuleParams {
-  MixerConfig config;
-  StateSegments state;           // of a state what is behind convolution_state()
-  float* rows = nullptr;         // [rows, config.projected()]: q, k, v, z, b, a
-  float* gates = nullptr;        // [rows, gate_stride()]: g, beta of value heads, k q of key heads
-  float* out = nullptr;          // [rows, config.mixed()]
-  const float* gamma = nullptr;  // [value_size], of the norm of out
-  float norm_epsilon = 0.0f;
-
+// rows: q, k, v, z, b, a. gates: g, beta of value heads, k q of key heads. gamma: [value_size].
+struct DeltaRuleParams : HeadStatesParams {
   int64_t gate_stride() const { return 2 * config.value_heads + config.key_heads; }
-  const float* queries(int64_t row) const { return rows + row * config.projected(); }
+  const float* queries(int64_t row) const { return rows + row * row_stride; }
   const float* keys(int64_t row) const { return queries(row) + config.key_heads * config.key_size; }
   const float* values(int64_t row) const { return keys(row) + config.key_heads * config.key_size; }
   const float* output_gates(int64_t row) const { return queries(row) + config.channels(); }
 };
 
 constexpr float kLengthEpsilon = 1e-6f;  // added to the squared length of queries and keys
-constexpr int64_t kDeltaColumns = 32;    // of S that are taken at a time
 
 }  // namespace lmdecode::decoder
 
 // delta_rule_keys: queries and keys of rows to length 1, queries by key_size^-1/2, and their
-// products. delta_rule: of parts of [begin, end), which are (value head, kDeltaColumns columns),
+// products. delta_rule: of parts of [begin, end), which are (value head, kStateColumns columns),
 // all segments. delta_rule_norm: out = rms_norm(out) silu(z) of rows.
 LMD_DECLARE_KERNELS(decoder,
                     void delta_rule_keys(const DeltaRuleParams& params, int64_t begin, int64_t end);

@@ -9,7 +9,7 @@ using namespace lmdecode::decoder;
 
 namespace {
 
-constexpr int kVectors = static_cast<int>(kDeltaColumns) / kLanes;
+constexpr int kVectors = static_cast<int>(kStateColumns) / kLanes;
 // Sums of every so many keys, so that additions do not wait for each other.
 constexpr int kSums = kVectors <= 2 ? 2 : 1;
 
@@ -32,7 +32,7 @@ struct Products {
   F32 key[kVectors], query[kVectors];
 };
 
-// One pass over s [size, kDeltaColumns]: with kUpdate s = decay s + key delta^T before, with
+// One pass over s [size, kStateColumns]: with kUpdate s = decay s + key delta^T before, with
 // kProducts the products with the next token's key and query.
 template <bool kUpdate, bool kProducts>
 inline void pass(float* s, int64_t size, float decay, const float* key, const F32* delta,
@@ -43,7 +43,7 @@ inline void pass(float* s, int64_t size, float decay, const float* key, const F3
   }
   const F32 g = splat(decay);
   const auto take = [&](int64_t i, F32* key_sums, F32* query_sums) {
-    float* const row = s + i * kDeltaColumns;
+    float* const row = s + i * kStateColumns;
     for (int v = 0; v < kVectors; ++v) {
       F32 x = load(row + v * kLanes);
       if constexpr (kUpdate) {
@@ -76,7 +76,7 @@ inline void pass(float* s, int64_t size, float decay, const float* key, const F3
 void copy_columns(const float* from, int64_t from_stride, float* to, int64_t to_stride,
                   int64_t rows, int64_t columns) {
   for (int64_t i = 0; i < rows; ++i, from += from_stride, to += to_stride) {
-    if (columns == kDeltaColumns) {
+    if (columns == kStateColumns) {
       for (int v = 0; v < kVectors; ++v) store(to + v * kLanes, load(from + v * kLanes));
     } else {
       for (int64_t c = 0; c < columns; ++c) to[c] = from[c];
@@ -90,14 +90,14 @@ void run_columns(const DeltaRuleParams& p, const StateSegment& segment, int64_t 
   const MixerConfig& m = p.config;
   const int64_t size = m.key_size, key_head = head / (m.value_heads / m.key_heads);
   const int64_t left = m.value_size - first;
-  const int64_t columns = left < kDeltaColumns ? left : kDeltaColumns;
+  const int64_t columns = left < kStateColumns ? left : kStateColumns;
   const int64_t place = head * size * m.value_size + first;
-  if (columns < kDeltaColumns || segment.source < 0) {
-    for (int64_t i = 0; i < size * kDeltaColumns; ++i) s[i] = 0.0f;
+  if (columns < kStateColumns || segment.source < 0) {
+    for (int64_t i = 0; i < size * kStateColumns; ++i) s[i] = 0.0f;
   }
   if (segment.source >= 0) {
     copy_columns(p.state.states + segment.source * p.state.slot_stride + place, m.value_size, s,
-                 kDeltaColumns, size, columns);
+                 kStateColumns, size, columns);
   }
   const StateTarget* target = segment.targets;
   const StateTarget* const last_target = target + segment.num_targets;
@@ -114,7 +114,7 @@ void run_columns(const DeltaRuleParams& p, const StateSegment& segment, int64_t 
     const F32 beta = splat(gates[m.value_heads + head]), g = splat(decay);
     const F32 key_query = splat(gates[2 * m.value_heads + key_head]);
     const float* const values = p.values(row) + head * m.value_size + first;
-    float* const out = p.out + row * m.mixed() + head * m.value_size + first;
+    float* const out = p.out + row * p.out_stride + head * m.value_size + first;
     F32 delta[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t n = columns - v * kLanes;
@@ -132,7 +132,7 @@ void run_columns(const DeltaRuleParams& p, const StateSegment& segment, int64_t 
       pass<true, false>(s, size, decay, key, delta, nullptr, nullptr, nullptr);
     }
     for (; target != last_target && target->token == t; ++target) {
-      copy_columns(s, kDeltaColumns, p.state.states + target->slot * p.state.slot_stride + place,
+      copy_columns(s, kStateColumns, p.state.states + target->slot * p.state.slot_stride + place,
                    m.value_size, size, columns);
     }
   }
@@ -145,7 +145,7 @@ void delta_rule_keys(const DeltaRuleParams& p, int64_t begin, int64_t end) {
   const int64_t size = m.key_size;
   const float query_scale = 1.0f / __builtin_sqrtf(static_cast<float>(size));
   for (int64_t row = begin; row < end; ++row) {
-    float* const queries = p.rows + row * m.projected();
+    float* const queries = p.rows + row * p.row_stride;
     for (int64_t head = 0; head < m.key_heads; ++head) {
       float* const query = queries + head * size;
       float* const key = query + m.key_heads * size;
@@ -158,11 +158,11 @@ void delta_rule_keys(const DeltaRuleParams& p, int64_t begin, int64_t end) {
 
 void delta_rule(const DeltaRuleParams& p, int64_t begin, int64_t end) {
   const MixerConfig& m = p.config;
-  const int64_t parts = (m.value_size + kDeltaColumns - 1) / kDeltaColumns;
-  alignas(64) float s[kMostHeadSize * kDeltaColumns];
+  const int64_t parts = (m.value_size + kStateColumns - 1) / kStateColumns;
+  alignas(64) float s[kMostHeadSize * kStateColumns];
   for (int64_t part = begin; part < end; ++part) {
     for (int64_t i = 0; i < p.state.count; ++i) {
-      run_columns(p, p.state.segments[i], part / parts, part % parts * kDeltaColumns, s);
+      run_columns(p, p.state.segments[i], part / parts, part % parts * kStateColumns, s);
     }
   }
 }
@@ -172,7 +172,7 @@ void delta_rule_norm(const DeltaRuleParams& p, int64_t begin, int64_t end) {
   const int64_t size = m.value_size;
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t head = 0; head < m.value_heads; ++head) {
-      float* const out = p.out + row * m.mixed() + head * size;
+      float* const out = p.out + row * p.out_stride + head * size;
       const float* const gate = p.output_gates(row) + head * size;
       const float mean = dot(out, out, size) / static_cast<float>(size);
       const F32 factor = splat(1.0f / __builtin_sqrtf(mean + p.norm_epsilon));

@@ -11,22 +11,14 @@
 // operations at most.
 #pragma once
 
-#include "decoder/layer_state.h"
+#include "decoder/head_states.h"
 #include "simd/kernel_levels.h"
 
 namespace lmdecode::decoder {
 
-struct Mamba2Params {
-  MixerConfig config;
-  StateSegments state;    // of a state what is behind convolution_state()
-  float* rows = nullptr;  // [rows, config.projected()], so far apart: z, x, B, C, dt
-  int64_t row_stride = 0;
-  float* gates = nullptr;  // [rows, gate_stride()]: g and dt of heads
-  float* out = nullptr;    // [rows, config.mixed()], so far apart
-  int64_t out_stride = 0;
-  const float* skip = nullptr;   // [value_heads]
-  const float* gamma = nullptr;  // [config.mixed()], of the norm of out; null: no norm
-  float norm_epsilon = 0.0f;
+// rows: z, x, B, C, dt. gates: g and dt of heads. gamma: [config.mixed()], or null: no norm.
+struct Mamba2Params : HeadStatesParams {
+  const float* skip = nullptr;  // [value_heads]
 
   int64_t gate_stride() const { return 2 * config.value_heads; }
   const float* output_gates(int64_t row) const { return rows + row * row_stride; }
@@ -36,12 +28,11 @@ struct Mamba2Params {
   const float* steps(int64_t row) const { return values(row) + config.channels(); }
 };
 
-constexpr int64_t kMambaColumns = 32;  // of H that a task has
-constexpr int64_t kMambaTokens = 4;    // that H is read once for
+constexpr int64_t kMambaTokens = 4;  // that H is read once for
 
 }  // namespace lmdecode::decoder
 
-// mamba2_scan: of tasks of [begin, end), which are (head, kMambaColumns columns), all segments.
+// mamba2_scan: of tasks of [begin, end), which are (head, kStateColumns columns), all segments.
 // mamba2_norm: of rows out = norm(out silu(z)), or norm(out) silu(z), where a norm is of a group.
 LMD_DECLARE_KERNELS(decoder,
                     void mamba2_scan(const Mamba2Params& params, int64_t begin, int64_t end);

@@ -133,15 +133,15 @@ inline float mean_square(const float* a, int64_t size) {
 
 void mamba2_scan(const Mamba2Params& p, int64_t begin, int64_t end) {
   const MixerConfig& m = p.config;
-  const int64_t parts = (m.value_size + kMambaColumns - 1) / kMambaColumns;
+  const int64_t parts = (m.value_size + kStateColumns - 1) / kStateColumns;
   alignas(64) float scratch[kMostHeadSize * kWide];
   for (int64_t task = begin; task < end; ++task) {
     Place place{};
     place.head = task / parts;
     place.group = place.head / (m.value_heads / m.key_heads);
-    const int64_t first = task % parts * kMambaColumns;
+    const int64_t first = task % parts * kStateColumns;
     const int64_t last =
-        m.value_size - first < kMambaColumns ? m.value_size : first + kMambaColumns;
+        m.value_size - first < kStateColumns ? m.value_size : first + kStateColumns;
     for (place.first = first; place.first < last; place.first += kWide) {
       place.count = last - place.first < kWide ? last - place.first : kWide;
       for (int64_t i = 0; i < p.state.count; ++i) {

@@ -47,31 +47,45 @@ void compute_gates(const DeltaRuleParams& d, const MixerWeights& w, int64_t row)
   }
 }
 
-void delta_rules(const StateLayerParams& p) {
+template <class Params>
+Params params_of(const StateLayerParams& p) {
+  Params s;
+  s.config = p.config;
+  s.state = p.state;
+  s.state.states += p.config.convolution_state();
+  s.rows = p.rows;
+  s.row_stride = p.row_stride;
+  s.gates = p.gates;
+  s.out = p.out;
+  s.out_stride = p.out_stride;
+  s.gamma = p.weights.norm;
+  s.norm_epsilon = p.norm_epsilon;
+  return s;
+}
+
+// run: of tasks of [begin, end), which are (head, kStateColumns columns).
+template <class Params>
+void run_columns(const StateLayerParams& p, const Params& s,
+                 void (*run)(const Params&, int64_t, int64_t)) {
   const MixerConfig& m = p.config;
-  DeltaRuleParams d;
-  d.config = m;
-  d.state = p.state;
-  d.state.states += m.convolution_state();
-  d.rows = p.rows;
-  d.gates = p.gates;
-  d.out = p.out;
-  d.gamma = p.weights.norm;
-  d.norm_epsilon = p.norm_epsilon;
+  const int64_t parts = (m.value_size + kStateColumns - 1) / kStateColumns;
+  const double task_nanoseconds =
+      tuning::kNanosecondsPerDelta *
+      static_cast<double>((p.num_rows + p.state.count) * m.key_size * kStateColumns);
+  parallel_rows(m.value_heads * parts, task_nanoseconds,
+                [&](int64_t begin, int64_t end) { run(s, begin, end); });
+}
+
+void delta_rules(const StateLayerParams& p) {
+  const DeltaRuleParams d = params_of<DeltaRuleParams>(p);
   const double row_nanoseconds =
-      tuning::kNanosecondsPerConvolved * static_cast<double>(m.channels());
+      tuning::kNanosecondsPerConvolved * static_cast<double>(p.config.channels());
   const auto keys = LMD_SELECT_KERNEL(decoder, delta_rule_keys);
   parallel_rows(p.num_rows, row_nanoseconds, [&](int64_t begin, int64_t end) {
     keys(d, begin, end);
     for (int64_t row = begin; row < end; ++row) compute_gates(d, p.weights, row);
   });
-  const int64_t parts = (m.value_size + kDeltaColumns - 1) / kDeltaColumns;
-  const double part_nanoseconds =
-      tuning::kNanosecondsPerDelta *
-      static_cast<double>((p.num_rows + p.state.count) * m.key_size * kDeltaColumns);
-  const auto rule = LMD_SELECT_KERNEL(decoder, delta_rule);
-  parallel_rows(m.value_heads * parts, part_nanoseconds,
-                [&](int64_t begin, int64_t end) { rule(d, begin, end); });
+  run_columns(p, d, LMD_SELECT_KERNEL(decoder, delta_rule));
   const auto norm = LMD_SELECT_KERNEL(decoder, delta_rule_norm);
   parallel_rows(p.num_rows, row_nanoseconds,
                 [&](int64_t begin, int64_t end) { norm(d, begin, end); });
@@ -92,29 +106,13 @@ void compute_steps(const Mamba2Params& s, const MixerWeights& w, int64_t row) {
 
 void state_spaces(const StateLayerParams& p) {
   const MixerConfig& m = p.config;
-  Mamba2Params s;
-  s.config = m;
-  s.state = p.state;
-  s.state.states += m.convolution_state();
-  s.rows = p.rows;
-  s.row_stride = p.row_stride;
-  s.gates = p.gates;
-  s.out = p.out;
-  s.out_stride = p.out_stride;
+  Mamba2Params s = params_of<Mamba2Params>(p);
   s.skip = p.weights.skip;
-  s.gamma = p.weights.norm;
-  s.norm_epsilon = p.norm_epsilon;
   parallel_rows(p.num_rows, tuning::kNanosecondsPerStep * static_cast<double>(m.value_heads),
                 [&](int64_t begin, int64_t end) {
                   for (int64_t row = begin; row < end; ++row) compute_steps(s, p.weights, row);
                 });
-  const int64_t parts = (m.value_size + kMambaColumns - 1) / kMambaColumns;
-  const double task_nanoseconds =
-      tuning::kNanosecondsPerDelta *
-      static_cast<double>((p.num_rows + p.state.count) * m.key_size * kMambaColumns);
-  const auto scan = LMD_SELECT_KERNEL(decoder, mamba2_scan);
-  parallel_rows(m.value_heads * parts, task_nanoseconds,
-                [&](int64_t begin, int64_t end) { scan(s, begin, end); });
+  run_columns(p, s, LMD_SELECT_KERNEL(decoder, mamba2_scan));
   const auto norm = LMD_SELECT_KERNEL(decoder, mamba2_norm);
   parallel_rows(p.num_rows, tuning::kNanosecondsPerConvolved * static_cast<double>(m.mixed()),
                 [&](int64_t begin, int64_t end) { norm(s, begin, end); });
