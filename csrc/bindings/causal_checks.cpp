@@ -7,6 +7,11 @@ namespace {
 
 constexpr size_t kConfigEntries = 38, kNumbers = 14;
 
+// Features of queries, the gate where there is one, keys and values.
+int64_t attention_features(const DecoderConfig& c, const HeadSizes& heads) {
+  return c.heads * heads.size * (c.attention_gate ? 2 : 1) + 2 * heads.key_size();
+}
+
 // prefix: of the names of these sizes.
 void check_heads(const char* op, const char* prefix, const DecoderConfig& c,
                  const HeadSizes& heads) {
@@ -14,7 +19,7 @@ void check_heads(const char* op, const char* prefix, const DecoderConfig& c,
     fail(op, "config.", prefix, "num_kv_heads is ", heads.kv_heads,
          "; expected a divisor of num_heads, ", c.heads);
   }
-  if (c.heads * heads.size * (c.attention_gate ? 2 : 1) + 2 * heads.key_size() >= kMaxDecoderSize) {
+  if (attention_features(c, heads) >= kMaxDecoderSize) {
     fail(op, "config has ", c.heads, " heads of ", heads.size, "; expected fewer than 2^31 in all");
   }
   if (heads.turned % 2 != 0 || heads.turned > heads.size) {
@@ -83,10 +88,6 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   global.turned = list.next("global_rotary_size", 0);
   check_heads(op, "", c, windowed);
   check_heads(op, "global_", c, global);
-  c.widest_projection =
-      std::max(c.widest_projection,
-               c.heads * global.size * (c.attention_gate ? 2 : 1) + 2 * global.key_size());
-  c.widest_mixed = std::max(c.widest_mixed, c.heads * global.size);
   m.norms_values = list.next_flag("value_norm");
   m.per_layer.size = list.next("per_layer_size", 0, (kMaxDecoderSize - 1) / c.layers);
   m.per_layer.rows.format = static_cast<EmbeddingFormat>(list.next("per_layer_format", 1, 3));
@@ -96,8 +97,12 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
   if (m.attention_beside && (!m.mixer.is_mamba2() || c.attention_gate)) {
     fail(op, "config.attention_beside is 1; expected 0 without Mamba-2, and with a gate");
   }
-  if (m.attention_beside) c.widest_projection += m.mixer.projected();
-  if (m.attention_beside) c.widest_mixed += m.mixer.mixed();
+  const int64_t attention =
+      std::max(attention_features(c, windowed), attention_features(c, global));
+  const int64_t projected = c.widest_projection, mixed = c.widest_mixed;  // of the mixer
+  c.widest_projection = m.attention_beside ? attention + projected : std::max(attention, projected);
+  c.widest_mixed =
+      m.attention_beside ? m.most_queries() + mixed : std::max(m.most_queries(), mixed);
   if (c.widest_projection >= kMaxDecoderSize) {
     fail(op, "config has layers of ", c.widest_projection, " features; expected fewer than 2^31");
   }

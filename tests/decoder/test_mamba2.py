@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
+from lmdecode.decoder.causal_weight_checks import linear_shapes, state_shapes
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.mixers import Mamba2
 from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
@@ -217,3 +218,29 @@ for name, mixer in tests.MIXERS.items():
 @pytest.mark.slow
 def test_cpu_capability_of_mamba2(run_at_capability: Any) -> None:
     assert run_at_capability(CAPABILITY_SCRIPT) == []
+
+
+def test_windowed_heads_beside_that_are_wider_than_all_else() -> None:
+    """Scratch is as wide as both together, whichever heads are the wider ones."""
+    config, weights = parts("falcon_h1", "multipliers")
+    mixer = Mamba2(1, 2, 3, 4, 2)
+    config = dataclasses.replace(
+        config, num_heads=8, num_kv_heads=4, head_size=64, rotary_size=0, global_num_kv_heads=1,
+        global_head_size=2, global_rotary_size=0, rotary=(None,) * config.num_layers,
+        windows=(20,) * config.num_layers, mixers=(mixer,) * config.num_layers,
+    )  # fmt: skip
+    torch.manual_seed(0)
+
+    def of(number: int, layer: CausalLayerWeights) -> CausalLayerWeights:
+        shapes = {**linear_shapes(config, number), **state_shapes(mixer)}
+        names = ("qkv", "attention_out", *state_shapes(mixer))
+        drawn = {name: torch.randn(shapes[name]) * shapes[name][-1] ** -0.5 for name in names}
+        drawn["decay"] = -drawn["decay"].abs()
+        return layer._replace(**drawn)
+
+    layers = [of(i, weights.layers[i]) for i in range(config.num_layers)]
+    weights = weights._replace(layers=layers)
+    expected = causal_logits(config, weights, TEXT, dtype=torch.float64).float()
+    model = PackedCausalModel(config, weights, "float32")
+    got = prompt_logits(new_caches(model, max_rows=len(TEXT)), TEXT)  # all rows are in use
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
