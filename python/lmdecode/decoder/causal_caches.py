@@ -266,7 +266,9 @@ class CausalCaches:
             first = begin if window is None else max(begin, length - window + 1)
             heads, _, _, size = parts[0].shape
             shape = (heads, length - first, self._parts.row_size)
-            keys, values = (part.new_zeros(shape) for part in parts)
+            keys, values = (part.new_empty(shape) for part in parts)
+            for states in (keys, values):
+                states[..., size:] = 0
             for block, within, whole in _spans(first, length):
                 for part, states in zip(parts, (keys, values), strict=True):
                     states[:, whole, :size] = part[:, blocks[block], within]
