@@ -37,9 +37,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     forward = CausalCaches.forward
 
-    def count(self: CausalCaches, tokens: Any, entries: Any, num_logits: int) -> Any:
+    def count(
+        self: CausalCaches, tokens: Any, entries: Any, num_logits: int, **options: Any
+    ) -> Any:
         steps.append(len(tokens))
-        return forward(self, tokens, entries, num_logits)
+        return forward(self, tokens, entries, num_logits, **options)
 
     monkeypatch.setattr(CausalCaches, "forward", count)
     return steps

@@ -130,7 +130,7 @@ def check_step_fails(
 ) -> None:
     """Let a method, of a class, fail in a step: the requests that run end by it."""
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:

@@ -179,8 +179,8 @@ def test_nan_within_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: Any = engine._model
     forward, seen = steps.caches.forward, []
 
-    def spoilt(*arguments: Any) -> Any:
-        logits = forward(*arguments)
+    def spoilt(*arguments: Any, **options: Any) -> Any:
+        logits = forward(*arguments, **options)
         seen.append(len(logits))
         if len(seen) == 3:
             logits[3] = float("nan")  # of six: after the third token of the draft
@@ -324,7 +324,7 @@ def test_a_step_that_fails() -> None:
     for _ in range(3):
         engine.step()
 
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room")
 
     steps.caches.forward = fails

@@ -149,11 +149,11 @@ def test_a_failure_of_a_step_does_not_end_the_thread(
     engine = decoding.engine(max_requests=2, capacity=CAPACITY)
     forward, has_failed = engine._model.caches.forward, threading.Event()
 
-    def fail_once(*arguments: Any) -> Any:
+    def fail_once(*arguments: Any, **options: Any) -> Any:
         if not has_failed.is_set():
             has_failed.set()
             raise MemoryError("no memory")
-        return forward(*arguments)
+        return forward(*arguments, **options)
 
     engine._model.caches.forward = fail_once  # type: ignore[method-assign]
     with engine:

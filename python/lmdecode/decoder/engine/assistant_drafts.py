@@ -12,7 +12,12 @@ from torch.nn import functional
 
 from lmdecode.decoder.causal_caches import CHECKPOINT_INTERVAL, CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.engine.draft_rows import ChosenDrafts, DraftedText, DraftRows
+from lmdecode.decoder.engine.draft_rows import (
+    ChosenDrafts,
+    DraftedText,
+    DraftRows,
+    drafts_of,
+)
 from lmdecode.decoder.engine.drafts import DraftAsk
 from lmdecode.decoder.engine.places import Places
 from lmdecode.decoder.engine.prompts import PromptReader, add_parts
@@ -159,8 +164,7 @@ class AssistantDrafts:
                 length = len(text.sequence.prompt_ids) + len(text.new)
                 rooms[text] = min(room, text.size, self._capacity - length + 1)
         self._rows.draft(rooms, self._logits)
-        found = (self._texts.get(row) for row, _, _ in asks)
-        return [[] if text is None else list(text.draft) for text in found]
+        return drafts_of(self._texts, asks)
 
     def _take(self, asks: Sequence[DraftAsk]) -> None:
         """Append the chosen tokens of texts, and go back to what they have in common."""

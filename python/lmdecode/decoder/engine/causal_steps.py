@@ -105,12 +105,12 @@ class CausalSteps:
             sequence.read + count == len(sequence.request.prompt_ids) for sequence, count in parts
         )
         num_logits = len(drawn.running) + sum(map(len, drafts)) + len(searched.places) + ends
-        if self._drafts is not None and self._drafts.sees_hidden:
-            hidden = torch.empty(len(ids), self.caches.model.config.model_size, device="cpu")
-            logits = self.caches.forward(ids, entries, num_logits, hidden_out=hidden)
+        hidden = None
+        if self._drafts is not None:
+            hidden = self._drafts.new_hidden(len(ids), self.caches.model.config.model_size)
+        logits = self.caches.forward(ids, entries, num_logits, hidden_out=hidden)
+        if self._drafts is not None and hidden is not None:
             self._drafts.observe(_hidden_rows(drawn, searched, parts, drafts, hidden))
-        else:
-            logits = self.caches.forward(ids, entries, num_logits)
         begun = (part[0] for part in parts if self._reader.advance(part))
         return StepLogits(logits, begun, drafts)
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from lmdecode.decoder.engine.drafts import DraftAsk
 from lmdecode.decoder.engine.places import common_length
 from lmdecode.sampling.compact import CompactSampler
 from lmdecode.sampling.sampler_rows import RowRules
 
-__all__ = ["ChosenDrafts", "DraftRows", "DraftedText"]
+__all__ = ["ChosenDrafts", "DraftRows", "DraftedText", "drafts_of"]
 
 _MOST_GROWTH = 4  # of a draft's length, by the heuristic
 # 20 rows of a product take 2.4 times as long as 4 on two cores with VNNI, and 5 1.25 times as long
@@ -69,6 +70,12 @@ class DraftedText:
     def __init__(self, ends: Collection[int], size: int) -> None:
         self.ends, self.size = ends, size
         self.draft: list[int] = []
+
+
+def drafts_of(texts: Mapping[int, DraftedText], asks: Sequence[DraftAsk]) -> list[list[int]]:
+    """Return copies of the drafts of the rows that were asked for, empty ones of other rows."""
+    found = (texts.get(ask.row) for ask in asks)
+    return [[] if text is None else list(text.draft) for text in found]
 
 
 T = TypeVar("T", bound=DraftedText)

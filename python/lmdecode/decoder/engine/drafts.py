@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from lmdecode.sampling.sampler_rows import RowRules
@@ -140,10 +141,9 @@ class Drafts:
                 self._fail(error)
         return [[] for _ in asks]
 
-    @property
-    def sees_hidden(self) -> bool:
-        """Whether the source is a ``HiddenSource``."""
-        return self._observer is not None
+    def new_hidden(self, tokens: int, model_size: int) -> Tensor | None:
+        """Return room for the hidden rows of a step's tokens; None: the source does not see any."""
+        return None if self._observer is None else torch.empty(tokens, model_size, device="cpu")
 
     def observe(self, steps: Sequence[HiddenRows]) -> None:
         """See ``HiddenSource``."""

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.engine.draft_rows import ChosenDrafts, DraftedText, DraftRows
+from lmdecode.decoder.engine.draft_rows import (
+    ChosenDrafts,
+    DraftedText,
+    DraftRows,
+    drafts_of,
+)
 from lmdecode.decoder.engine.drafts import DraftAsk, HiddenRows
 from lmdecode.sampling.sampler_rows import RowRules
 
@@ -160,8 +165,7 @@ class MtpDrafts:
             wanted = {text.row for text in rooms if rooms[text] > 0}
             first = self._read(pairs, is_prompt=False, wanted=wanted)
             self._sampled.draft(rooms, lambda texts: self._logits(texts, first))
-        found_texts = (self._texts.get(row) for row, _, _ in asks)
-        return [[] if text is None else list(text.draft) for text in found_texts]
+        return drafts_of(self._texts, asks)
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, self._size, device="cpu")

@@ -127,11 +127,12 @@ class CausalModel:
         """Read the prompts of these rows; return the logits of their last tokens, [n, V]."""
         entries = torch.tensor([[row, len(self._prompts[row]), 1, 1] for row in leaders])
         tokens = torch.cat([self._prompts[row] for row in leaders])
-        if self._drafts is None or not self._drafts.sees_hidden:
-            return self.caches.forward(tokens, entries, len(leaders))
-        hidden = torch.empty(len(tokens), self.caches.model.config.model_size)
+        hidden = None
+        if self._drafts is not None:
+            hidden = self._drafts.new_hidden(len(tokens), self.caches.model.config.model_size)
         logits = self.caches.forward(tokens, entries, len(leaders), hidden_out=hidden)
-        self._hidden = list(hidden.split(entries[:, 1].tolist()))
+        if hidden is not None:
+            self._hidden = list(hidden.split(entries[:, 1].tolist()))
         return logits
 
     def read(self, input_ids: Tensor) -> Tensor:

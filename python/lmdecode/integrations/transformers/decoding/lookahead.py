@@ -67,9 +67,8 @@ class Lookahead:
             tokens += [self._new[row][-1], *draft]
             self._new[row] = []
             entries.append([row, 1 + len(draft), 0, 1 + len(draft)])
-        counts, hidden = [entry[1] for entry in entries], None
-        if self._drafts.sees_hidden:
-            hidden = torch.empty(len(tokens), self._caches.model.config.model_size)
+        counts = [entry[1] for entry in entries]
+        hidden = self._drafts.new_hidden(len(tokens), self._caches.model.config.model_size)
         logits = self._caches.forward(
             torch.tensor(tokens), torch.tensor(entries), len(tokens), hidden_out=hidden
         )
