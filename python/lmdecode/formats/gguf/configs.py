@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lmdecode.formats.gguf.attention_config import check_all_turned, head_size_of
 from lmdecode.formats.gguf.expert_config import (
     expert_counts,
     expert_size,
@@ -34,13 +35,10 @@ def _vocab_size(facts: Facts) -> int:
 def _head_sizes(facts: Facts) -> dict[str, int]:
     """Heads and their size, which must be those of the first layer's queries."""
     size, heads = facts.count("embedding_length"), facts.count("attention.head_count")
-    head_size = facts.count("attention.key_length", max(1, size // heads))
-    if (values := facts.count("attention.value_length", head_size)) != head_size:
-        raise refused(facts.file, f"has values of {values} features; expected keys', {head_size}")
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": facts.count("attention.head_count_kv", heads),
-        "head_dim": head_size,
+        "head_dim": head_size_of(facts, max(1, size // heads)),
     }
 
 
@@ -80,11 +78,7 @@ def _common(facts: Facts) -> dict[str, Any]:
 
 def _rope(facts: Facts, head_size: int) -> dict[str, Any]:
     """Return the rotary embedding of all of a head; Llama 3's factors are a tensor: see model."""
-    size = facts.count("rope.dimension_count", head_size)
-    if size != head_size:
-        raise refused(
-            facts.file, f"turns {size} of {head_size} features of a head; expected all of them"
-        )
+    check_all_turned(facts, "rope.dimension_count", head_size)
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": facts.number("rope.freq_base", 1e4),

@@ -20,9 +20,7 @@ def expert_counts(
 
 def expert_size(facts: Facts, kind: str = "exps") -> int:
     """Return the inner features of an expert, or of a shared one: files need not tell."""
-    names = (f"blk.{i}.ffn_down_{kind}.weight" for i in range(facts.count("block_count")))
-    found = next((name for name in names if name in facts.file.tensors), None)
-    return facts.shape(found or f"blk.0.ffn_down_{kind}.weight")[-1]
+    return facts.shape(facts.of_first_layer(f"ffn_down_{kind}.weight"))[-1]
 
 
 def layers_without_experts(facts: Facts, layers: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import cached_property
 from typing import Any
 
 from lmdecode.formats.gguf.reader import GgufFile
@@ -61,15 +62,19 @@ class Facts:
 
         So nothing is made of a size that a damaged file claims.
         """
-        value, tensors = self.count(key, default, least=least), self.file.tensors
-        sizes = (max(tensor.shape, default=0) for tensor in tensors.values())
-        if value > (largest := max(len(tensors), *sizes, 0)):
+        value = self.count(key, default, least=least)
+        if value > self._largest_size:
             raise refused(
                 self.file,
-                f"has {value} for {self.architecture}.{key}; expected at most {largest}, the "
-                "largest size of its tensors",
+                f"has {value} for {self.architecture}.{key}; expected at most "
+                f"{self._largest_size}, the largest size of its tensors",
             )
         return value
+
+    @cached_property
+    def _largest_size(self) -> int:
+        tensors = self.file.tensors
+        return max(len(tensors), *(max(tensor.shape, default=0) for tensor in tensors.values()), 0)
 
     def counts(self, key: str, length: int) -> list[int]:
         """Return a list of as many ints or flags, each at least 0; one int stands for all."""
@@ -127,6 +132,11 @@ class Facts:
         if name not in self.file.tensors:
             raise refused(self.file, f"has no tensor {name!r}; expected one")
         return self.file.tensors[name].shape
+
+    def of_first_layer(self, ending: str) -> str:
+        """Return the name of the tensor of the first layer that has one with this ending."""
+        names = (f"blk.{i}.{ending}" for i in range(self.count("block_count")))
+        return next((name for name in names if name in self.file.tensors), f"blk.0.{ending}")
 
 
 def _shown(value: object) -> str:

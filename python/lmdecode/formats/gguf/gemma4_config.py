@@ -6,6 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lmdecode.formats.gguf.attention_config import (
+    check_all_turned,
+    head_size_of,
+    refuse_scaled_rope,
+)
 from lmdecode.formats.gguf.expert_config import expert_counts
 from lmdecode.formats.gguf.facts import Facts, refused
 
@@ -65,13 +70,6 @@ def _experts(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _head_size(facts: Facts, suffix: str) -> int:
-    size = facts.count(f"attention.key_length{suffix}")
-    if (values := facts.count(f"attention.value_length{suffix}", size)) != size:
-        raise refused(facts.file, f"has values of {values} features; expected keys', {size}")
-    return size
-
-
 def _softcap(facts: Facts) -> float | None:
     """Return what caps logits: 0 stands for nothing, and nothing for 30."""
     if facts.file.metadata.get("gemma4.final_logit_softcapping") == 0:
@@ -118,14 +116,9 @@ def gemma4(facts: Facts) -> dict[str, Any]:
     tensors, layers = facts.file.tensors, facts.count("block_count")
     shared = _shared_layers(facts, layers)
     slides = [bool(s) for s in facts.counts("attention.sliding_window_pattern", layers)]
-    head_size, global_size = _head_size(facts, "_swa"), _head_size(facts, "")
-    if (kind := facts.text("rope.scaling.type", "none")) != "none":
-        raise refused(facts.file, f"has a rope.scaling.type {kind!r}; expected none")
-    turned = facts.count("rope.dimension_count_swa", head_size)
-    if turned != head_size:
-        raise refused(
-            facts.file, f"turns {turned} of {head_size} features of a head; expected all of them"
-        )
+    head_size, global_size = head_size_of(facts, suffix="_swa"), head_size_of(facts)
+    refuse_scaled_rope(facts)
+    check_all_turned(facts, "rope.dimension_count_swa", head_size)
     first_full = slides.index(False) if False in slides else 0
     heads = facts.count("attention.head_count")
     kv_heads = _of_kind(facts, "attention.head_count_kv", slides, True, heads)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmdecode.formats.gguf.attention_config import check_all_turned, head_size_of, plain_rope
 from lmdecode.formats.gguf.expert_config import expert_counts
 from lmdecode.formats.gguf.facts import Facts, refused
-from lmdecode.formats.gguf.state_configs import common, key_heads_of, plain_rope
+from lmdecode.formats.gguf.state_configs import common, key_heads_of
 
 __all__ = ["falcon_h1", "granite_scales", "granitehybrid"]
 
@@ -38,8 +39,7 @@ def _sizes(facts: Facts) -> dict[str, int]:
     ):
         if whole % part:
             raise refused(facts.file, f"has {part} {what}; expected a divisor of {whole}")
-    names = (f"blk.{i}.ssm_in.weight" for i in range(facts.count("block_count")))
-    name = next((name for name in names if name in facts.file.tensors), "blk.0.ssm_in.weight")
+    name = facts.of_first_layer("ssm_in.weight")
     expected = 2 * (inner + groups * state) + heads
     if (rows := facts.shape(name)[0]) != expected:
         raise refused(
@@ -59,13 +59,10 @@ def _common(facts: Facts) -> dict[str, Any]:
     """Return what both models have: sizes, and heads of attention and of Mamba-2."""
     entries = common(facts)
     size, heads = entries["hidden_size"], entries["num_attention_heads"]
-    head_size = facts.size("attention.key_length", max(1, size // heads))
-    if (values := facts.size("attention.value_length", head_size)) != head_size:
-        raise refused(facts.file, f"has values of {values} features; expected keys', {head_size}")
     return {
         **entries,
         "num_hidden_layers": facts.count("block_count"),
-        "head_dim": head_size,
+        "head_dim": head_size_of(facts, max(1, size // heads)),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
         "attention_bias": _any(facts, ".attn_q.bias"),
         **_sizes(facts),
@@ -76,10 +73,7 @@ def _common(facts: Facts) -> dict[str, Any]:
 
 
 def _rope(facts: Facts, head_size: int) -> dict[str, Any]:
-    if (turned := facts.size("rope.dimension_count", head_size)) != head_size:
-        raise refused(
-            facts.file, f"turns {turned} of {head_size} features of a head; expected all of them"
-        )
+    check_all_turned(facts, "rope.dimension_count", head_size)
     return plain_rope(facts, 1e4)
 
 

@@ -24,7 +24,6 @@ from lmdecode.linear.quantized_weight import LinearWeight, index_rows
 __all__ = ["load_parts"]
 
 _SCALE = ".layer_scalar"  # a buffer that files need not have
-_BUFFERS = (_SCALE, ".expert_bias")
 _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
 
 
@@ -95,8 +94,10 @@ class _Weights:
 
     def _buffers(self, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers that are tensors of the file."""
+        from lmdecode.integrations.transformers.decoding.checkpoint import READ_BUFFERS
+
         for name, buffer in model.named_buffers():
-            is_read = name.endswith(_BUFFERS)
+            is_read = name.endswith(READ_BUFFERS)
             if is_read and not (name.endswith(_SCALE) and self._is_left_out(name)):
                 yield name, buffer
 

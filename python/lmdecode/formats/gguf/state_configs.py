@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmdecode.formats.gguf.attention_config import plain_rope
 from lmdecode.formats.gguf.expert_config import (
     expert_counts,
     expert_size,
@@ -12,7 +13,7 @@ from lmdecode.formats.gguf.expert_config import (
 from lmdecode.formats.gguf.facts import Facts, refused
 
 __all__ = [
-    "common", "key_heads_of", "lfm2", "lfm2moe", "plain_rope", "qwen3next", "qwen35", "qwen35moe",
+    "common", "key_heads_of", "lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe",
 ]  # fmt: skip
 
 _SIGMOID = 2  # of expert_gating_func
@@ -28,13 +29,6 @@ def common(facts: Facts) -> dict[str, Any]:
         "num_attention_heads": facts.size("attention.head_count"),
         "tie_word_embeddings": "output.weight" not in facts.file.tensors,
     }
-
-
-def plain_rope(facts: Facts, theta: float) -> dict[str, Any]:
-    """Return a rotary embedding without scaling; ``theta`` is the default of its base."""
-    if (kind := facts.text("rope.scaling.type", "none")) != "none":
-        raise refused(facts.file, f"has a rope.scaling.type {kind!r}; expected none")
-    return {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", theta)}
 
 
 def key_heads_of(facts: Facts, layers: int) -> tuple[list[int], int]:

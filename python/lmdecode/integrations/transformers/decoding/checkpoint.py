@@ -27,6 +27,7 @@ from lmdecode.integrations.transformers.decoding.checkpoint_experts import Exper
 from lmdecode.integrations.transformers.stand_in import WithoutWeights
 
 __all__ = [
+    "READ_BUFFERS",
     "Checkpoint", "auto_class_of", "empty_model", "files_of", "folder_of_file", "skeleton",
     "skeleton_of", "without_weights",
 ]  # fmt: skip
@@ -46,7 +47,7 @@ _TOKENIZER_FILES = (
 # Types whose causal language model would have parameters of other names than their files.
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 # Buffers that are read as weights are.
-_READ_BUFFERS = (".expert_bias", ".layer_scalar")
+READ_BUFFERS = (".expert_bias", ".layer_scalar")
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -193,7 +194,7 @@ class Checkpoint:
             if both and not checkpoint._are_equal(target, source):
                 return None
         if any(
-            name.endswith(_READ_BUFFERS) and name not in files for name, _ in model.named_buffers()
+            name.endswith(READ_BUFFERS) and name not in files for name, _ in model.named_buffers()
         ):
             return None
         for name, parameter in model.named_parameters():
