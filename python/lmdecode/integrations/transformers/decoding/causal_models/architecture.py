@@ -22,9 +22,12 @@ __all__ = [
     "Scaled",
     "SideBySide",
     "Trunk",
+    "attention_layer",
     "gated_ffn",
+    "joined_ffn",
     "linears_of",
     "refused",
+    "trunk_of",
 ]
 
 
@@ -214,6 +217,28 @@ NORMS = ("attention_norm", "attention_out_norm", "query_norm", "key_norm", "ffn_
 def gated_ffn(ffn: Any) -> dict[str, Any]:
     """Return the arguments of ``LayerModules`` for a feed-forward layer with Llama's names."""
     return {"ffn_gate": ffn.gate_proj, "ffn_up": ffn.up_proj, "ffn_down": ffn.down_proj}
+
+
+def joined_ffn(ffn: Any) -> dict[str, Any]:
+    """Return them for a feed-forward layer of Granite: one module has the gate and the other."""
+    return {"ffn_gate": ffn.input_linear, "ffn_up": ffn.input_linear, "ffn_down": ffn.output_linear}
+
+
+def trunk_of(body: Any) -> Trunk:
+    """Return the modules of a body with Llama's names."""
+    return Trunk(body, body.embed_tokens, body.layers, body.norm, rotary=body.rotary_emb)
+
+
+def attention_layer(layer: Any) -> LayerModules:
+    """Return all modules of a layer with Llama's names but those of the feed-forward layer."""
+    attention = layer.self_attn
+    return LayerModules(
+        attention=attention,
+        attention_norm=layer.input_layernorm,
+        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+        attention_out=attention.o_proj,
+        ffn_norm=layer.post_attention_layernorm,
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,10 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     ExpertModules,
     LayerModules,
     Trunk,
+    attention_layer,
     gated_ffn,
+    joined_ffn,
+    trunk_of,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.gemma4 import (
     gemma4_experts,
@@ -22,7 +25,6 @@ from lmdecode.integrations.transformers.decoding.causal_models.mamba2 import (
     falcon_h1_layer,
     falcon_h1_trunk,
     granitemoehybrid_layer,
-    granitemoehybrid_trunk,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.state_layers import (
     lfm2_layer,
@@ -35,13 +37,11 @@ __all__ = ["CAUSAL_MODEL_TYPES"]
 
 
 def _trunk(model: Any) -> Trunk:
-    body = model.model
-    return Trunk(body, body.embed_tokens, body.layers, body.norm, rotary=body.rotary_emb)
+    return trunk_of(model.model)
 
 
 def _text_part(model: Any) -> Trunk:
-    body = model.model.language_model
-    return Trunk(body, body.embed_tokens, body.layers, body.norm, rotary=body.rotary_emb)
+    return trunk_of(model.model.language_model)
 
 
 def _gpt2_trunk(model: Any) -> Trunk:
@@ -49,20 +49,8 @@ def _gpt2_trunk(model: Any) -> Trunk:
     return Trunk(body, body.wte, body.h, body.ln_f, positions=body.wpe)
 
 
-def _attention_layer(layer: Any) -> LayerModules:
-    """Return all modules but those of the feed-forward layer."""
-    attention = layer.self_attn
-    return LayerModules(
-        attention=attention,
-        attention_norm=layer.input_layernorm,
-        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
-        attention_out=attention.o_proj,
-        ffn_norm=layer.post_attention_layernorm,
-    )
-
-
 def _llama_layer(layer: Any) -> LayerModules:
-    return _attention_layer(layer)._replace(**gated_ffn(layer.mlp))
+    return attention_layer(layer)._replace(**gated_ffn(layer.mlp))
 
 
 def _with_head_norms(modules: LayerModules) -> LayerModules:
@@ -128,7 +116,7 @@ def _gpt2_layer(layer: Any) -> LayerModules:
 
 
 def _experts_layer(layer: Any, experts: ExpertModules) -> LayerModules:
-    return _attention_layer(layer)._replace(experts=experts)
+    return attention_layer(layer)._replace(experts=experts)
 
 
 def _qwen3_moe_layer(layer: Any) -> LayerModules:
@@ -149,12 +137,9 @@ def _granitemoe_layer(layer: Any) -> LayerModules:
 
 
 def _granitemoeshared_layer(layer: Any) -> LayerModules:
-    shared = layer.shared_mlp
-    if shared is None:
+    if layer.shared_mlp is None:
         return _granitemoe_layer(layer)
-    return _granitemoe_layer(layer)._replace(
-        ffn_gate=shared.input_linear, ffn_up=shared.input_linear, ffn_down=shared.output_linear
-    )
+    return _granitemoe_layer(layer)._replace(**joined_ffn(layer.shared_mlp))
 
 
 def _softmax_experts(config: Any) -> dict[str, Any]:
@@ -257,7 +242,6 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "granitemoe": replace(_GRANITE, layer=_granitemoe_layer, experts=_chosen_experts),
     "granitemoehybrid": replace(
         _GRANITE,
-        trunk=granitemoehybrid_trunk,
         layer=granitemoehybrid_layer,
         experts=_chosen_experts,
     ),

@@ -12,6 +12,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     Trunk,
     gated_ffn,
     refused,
+    trunk_of,
 )
 
 __all__ = ["gemma4_experts", "gemma4_layer", "gemma4_text_part", "gemma4_trunk"]
@@ -21,7 +22,7 @@ def _trunk(body: Any) -> Trunk:
     config = body.config
     if config.use_bidirectional_attention == "all":
         raise refused("use_bidirectional_attention is 'all'; expected None or 'vision'")
-    trunk = Trunk(body, body.embed_tokens, body.layers, body.norm, rotary=body.rotary_emb)
+    trunk = trunk_of(body)
     if not config.hidden_size_per_layer_input:
         return trunk
     embedding = body.embed_tokens_per_layer

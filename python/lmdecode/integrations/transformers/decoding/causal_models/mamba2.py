@@ -13,10 +13,12 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     Scaled,
     SideBySide,
     Trunk,
+    attention_layer,
+    joined_ffn,
     refused,
 )
 
-__all__ = ["falcon_h1_layer", "falcon_h1_trunk", "granitemoehybrid_layer", "granitemoehybrid_trunk"]
+__all__ = ["falcon_h1_layer", "falcon_h1_trunk", "granitemoehybrid_layer"]
 
 
 def _mamba2(module: Any) -> Mamba2:
@@ -36,41 +38,28 @@ def _mamba2(module: Any) -> Mamba2:
     )
 
 
-def granitemoehybrid_trunk(model: Any) -> Trunk:
-    """Return the modules of Granite 4, whose attention need not have positions."""
-    body = model.model
-    return Trunk(body, body.embed_tokens, body.layers, body.norm, rotary=body.rotary_emb)
-
-
 def granitemoehybrid_layer(layer: Any) -> LayerModules:
     """Return the modules of a layer of Granite 4, with attention or with Mamba-2.
 
     Behind it are experts and a shared one, or a feed-forward layer alone.
     """
     if layer.mamba is None:
-        attention = layer.self_attn
-        modules = LayerModules(
-            attention=attention,
-            qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
-            attention_out=attention.o_proj,
-        )
+        modules = attention_layer(layer)
     else:
         mamba = layer.mamba
         modules = LayerModules(
             attention=None,
+            attention_norm=layer.input_layernorm,
             qkv=(mamba.in_proj,),
             attention_out=mamba.out_proj,
             mixer=_mamba2(mamba),
             convolution=mamba.conv1d,
             delta_rule=mamba,
+            ffn_norm=layer.post_attention_layernorm,
         )
-    ffn, moe = layer.shared_mlp, layer.block_sparse_moe
+    moe = layer.block_sparse_moe
     return modules._replace(
-        attention_norm=layer.input_layernorm,
-        ffn_norm=layer.post_attention_layernorm,
-        ffn_gate=ffn.input_linear,
-        ffn_up=ffn.input_linear,
-        ffn_down=ffn.output_linear,
+        **joined_ffn(layer.shared_mlp),
         experts=None if moe is None else ExpertModules(moe.router, moe.experts),
     )
 
