@@ -311,7 +311,7 @@ class CausalConfig:
     @property
     def query_size(self) -> int:
         """Features of all query heads of ``head_size``."""
-        return self.num_heads * self.head_size
+        return self.heads_of(has_window=True).query_size
 
     @property
     def projected_size(self) -> int:
@@ -321,7 +321,7 @@ class CausalConfig:
     @property
     def key_size(self) -> int:
         """Features of all key heads, and of all value heads, of ``num_kv_heads``."""
-        return self.num_kv_heads * self.head_size
+        return self.heads_of(has_window=True).key_size
 
 
 class CausalLayerWeights(NamedTuple):
