@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,14 @@ from lmdecode.decoder.experts import ExpertMatrices
 from lmdecode.formats.gguf.model import load_parts
 from lmdecode.linear.quantized_weight import JoinedWeight, QuantizedWeight
 from tests.support.causal_models import model_of, random_config, random_tokens
+from tests.support.gguf_checks import (
+    OPTIONS,
+    check_file_refused,
+    check_missing,
+    check_tokens,
+    flattened,
+    replaced,
+)
 from tests.support.gguf_files import gguf, quantized, tensors_of, write_model
 
 # Rows of whole blocks of each type.
@@ -47,7 +54,6 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("experts and dense layers", _WIDE_DELTA),
 }
 OF_DELTA_RULE = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
 
 
 def _wide(kind: str) -> Any:
@@ -149,12 +155,6 @@ def _small(kind: str, **more: Any) -> Any:
     return model_of(random_config(kind, variant, **some, **more))
 
 
-def _check_tokens(path: Path, model: Any) -> None:
-    ids = torch.stack([random_tokens(12, seed) for seed in range(2)])
-    decoding = lmdecode.Decoding.from_pretrained(path)
-    assert torch.equal(decoding.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
-
-
 def test_a_projection_as_transformers_has_it(tmp_path: Path) -> None:
     """As llama.cpp's first files of Qwen 3 Next have it."""
     model = _small("qwen3_next")
@@ -165,7 +165,7 @@ def test_a_projection_as_transformers_has_it(tmp_path: Path) -> None:
     }
     parts = {name.replace("ssm_in", part) for name in merged for part in ("attn_qkv", "attn_gate")}
     write_model(tmp_path / "model.gguf", model, without=parts, **merged)
-    _check_tokens(tmp_path / "model.gguf", model)
+    check_tokens(tmp_path / "model.gguf", model)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "qwen3_next"])
@@ -178,19 +178,14 @@ def test_gates_and_others_of_experts_in_one_tensor(kind: str, tmp_path: Path) ->
     }
     parts = {name.replace("gate_up", part) for name in both for part in ("gate", "up")}
     write_model(tmp_path / "model.gguf", model, without=parts, **both)
-    _check_tokens(tmp_path / "model.gguf", model)
+    check_tokens(tmp_path / "model.gguf", model)
 
 
 def test_the_gate_of_a_shared_expert_as_a_vector(tmp_path: Path) -> None:
     model = _small("qwen3_5_moe_text")
-    gates = {
-        name: tensor.flatten()
-        for name, tensor in tensors_of(model).items()
-        if name.endswith("ffn_gate_inp_shexp.weight")
-    }
-    assert len(gates) == 4
+    gates = flattened(model, "ffn_gate_inp_shexp.weight", 4)
     write_model(tmp_path / "model.gguf", model, **gates)
-    _check_tokens(tmp_path / "model.gguf", model)
+    check_tokens(tmp_path / "model.gguf", model)
 
 
 @pytest.mark.parametrize("kind", OF_DELTA_RULE)
@@ -202,7 +197,7 @@ def test_layers_by_an_interval(kind: str, tmp_path: Path) -> None:
     types = ["linear_attention", "full_attention"] * 2
     model = _small(kind, layer_types=types)
     write_model(tmp_path / "model.gguf", model, change)
-    _check_tokens(tmp_path / "model.gguf", model)
+    check_tokens(tmp_path / "model.gguf", model)
 
 
 @pytest.mark.parametrize("kind", OF_DELTA_RULE)
@@ -227,16 +222,7 @@ def test_layers_that_predict_further_tokens_are_left(kind: str, tmp_path: Path) 
              for name in ("enorm", "hnorm", "shared_head_norm")}  # fmt: skip
     last["blk.4.nextn.eh_proj.weight"] = torch.ones(size, 2 * size)
     write_model(tmp_path / "model.gguf", model, change, **last)
-    _check_tokens(tmp_path / "model.gguf", model)
-
-
-def _replaced(key: str, value: Any) -> Callable[[Any], None]:
-    def change(writer: Any) -> None:
-        if f"{writer.arch}.{key}" not in writer.kv_data[0]:
-            writer.add_uint32(f"{writer.arch}.{key}", value)
-        writer.kv_data[0][f"{writer.arch}.{key}"].value = value
-
-    return change
+    check_tokens(tmp_path / "model.gguf", model)
 
 
 _HUGE = (1 << 31) - 2  # of which no list may be made
@@ -263,9 +249,8 @@ BAD_ENTRIES: list[tuple[str, str, Any, str]] = [
 @pytest.mark.parametrize("case", BAD_ENTRIES, ids=lambda case: f"{case[0]} {case[1]}")
 def test_entries_that_make_no_sense(case: tuple[str, str, Any, str], tmp_path: Path) -> None:
     kind, key, value, message = case
-    write_model(tmp_path / "model.gguf", _small(kind), _replaced(key, value))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        lmdecode.Decoding.from_pretrained(tmp_path / "model.gguf")
+    write_model(tmp_path / "model.gguf", _small(kind), replaced(key, value))
+    check_file_refused(tmp_path / "model.gguf", message)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +263,4 @@ def test_entries_that_make_no_sense(case: tuple[str, str, Any, str], tmp_path: P
     ],
 )
 def test_a_tensor_that_is_missing(kind: str, tensor: str, tmp_path: Path) -> None:
-    write_model(tmp_path / "model.gguf", _small(kind), without={tensor})
-    with pytest.raises(ValueError, match=f"has no tensor '{re.escape(tensor)}'; expected one"):
-        lmdecode.Decoding.from_pretrained(tmp_path / "model.gguf")
+    check_missing(tmp_path / "model.gguf", _small(kind), tensor)
