@@ -87,6 +87,24 @@ def causal_forward(dtype: str) -> Call:
     return Call(OPS.causal_forward_, *forward_arguments(causal_caches(dtype=dtype), *entries))
 
 
+def hidden_rows() -> Call:
+    """Return a call of a model that reads hidden rows, and gives them."""
+    from lmdecode.decoder.causal_weights import PackedCausalModel
+    from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, parts
+    from tests.support.causal_models import random_tokens
+
+    config, weights = parts("llama", "plain")
+    size = config.model_size
+    weights = weights._replace(
+        embedding_norm_gamma=torch.rand(size), hidden_norm_gamma=torch.rand(size),
+        embedding_projection=randn(size, size), hidden_projection=randn(size, size, seed=1),
+    )  # fmt: skip
+    caches = new_caches(PackedCausalModel(config, weights, "float32"))
+    arguments = forward_arguments(caches, Entry(0, random_tokens(9), num_logits=2))
+    rows = {"hidden_in": randn(9, size, seed=2), "hidden_out": torch.zeros(9, size)}
+    return Call(OPS.causal_forward_, *arguments, **rows)
+
+
 def of_caches(op: Any, values: list[Any], *, truncated: bool = False) -> Call:
     caches = causal_caches()
     if truncated:
@@ -145,7 +163,10 @@ CONTRACTS = [
     ),
     Contract(
         "causal_forward_",
-        {dtype: lambda dtype=dtype: causal_forward(dtype) for dtype in ("float32", "int8")},
+        {
+            **{dtype: lambda dtype=dtype: causal_forward(dtype) for dtype in ("float32", "int8")},
+            "hidden rows": hidden_rows,
+        },
         compiles=False,
     ),
     Contract(
