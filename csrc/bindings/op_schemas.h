@@ -216,12 +216,11 @@ inline constexpr OpSchema kOpSchemas[] = {
      "numbers, Tensor? tokens, Tensor? "
      "inputs, Tensor positions, Tensor row_begins) -> Tensor",
      Devices::kCpuOnly},
-    // A step of a decoder-only model. weights: one buffer; layout [layers + 1, 22] int64: offsets
-    // of its parts; caches: six tensors for each of windows (csrc/bindings/causal_checks.h).
-    // tokens [n]; entries [m, 4]: sequence, count of tokens, is_prompt, num_logits. hidden_in,
-    // where
-    // the weights have a projection of it, and hidden_out: [n, model_size]. Returns
-    // [num_logits, vocab].
+    // A step of a decoder-only model. weights: one buffer; layout [layers + 1, kLayoutColumns]
+    // int64: offsets of its parts; caches: six tensors for each of windows
+    // (csrc/bindings/causal_checks.h). tokens [n]; entries [m, 4]: sequence, count of tokens,
+    // is_prompt, num_logits. hidden_in, where the weights have a projection of it, and hidden_out:
+    // [n, model_size]. Returns [num_logits, vocab].
     {"causal_forward_(Tensor weights, Tensor layout, int[] config, float[] numbers, Tensor(a!)[] "
      "caches, int[] windows, Tensor(b!) workspace, Tensor tokens, Tensor entries, int "
      "num_logits, int max_rows, Tensor? hidden_in=None, Tensor(c!)? hidden_out=None) -> Tensor",
