@@ -392,27 +392,16 @@ class PackedCausalModel:
     def _parts_of_model(
         self, weights: CausalWeights, embedding_format: int
     ) -> dict[str, LinearWeight | None]:
-        is_read_from_logits = embedding_format == IS_LOGITS
         rotary, most = None, max(map(len, weights.rotary), default=0)
         if weights.rotary:
             padded = [F.pad(r.float().cpu(), (0, most - len(r))) for r in weights.rotary]
             rotary = torch.stack(padded)
-        return {
-            "embedding": None if is_read_from_logits else weights.embedding,
-            "positions": weights.positions,
-            "rotary": rotary,
-            "final_norm_gamma": weights.final_norm_gamma,
-            "final_norm_beta": weights.final_norm_beta,
-            "logits": weights.embedding if weights.logits is None else weights.logits,
-            "logits_bias": weights.logits_bias,
-            "per_layer_embedding": weights.per_layer_embedding,
-            "per_layer_projection": weights.per_layer_projection,
-            "per_layer_norm_gamma": weights.per_layer_norm_gamma,
-            "embedding_norm_gamma": weights.embedding_norm_gamma,
-            "hidden_norm_gamma": weights.hidden_norm_gamma,
-            "embedding_projection": weights.embedding_projection,
-            "hidden_projection": weights.hidden_projection,
-        }
+        parts = {name: getattr(weights, name) for name in _MODEL_PARTS}
+        if weights.logits is None:
+            parts["logits"] = weights.embedding
+        if embedding_format == IS_LOGITS:
+            parts["embedding"] = None
+        return {**parts, "rotary": rotary}
 
     def _most_bytes(self, weights: CausalWeights) -> int:
         """Return an upper bound in bytes: every optional weight in every layer."""
