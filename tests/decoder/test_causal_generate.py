@@ -358,9 +358,9 @@ def test_rows_of_the_same_prompt(
     ]
     forward, tokens = CausalCaches.forward, list[int]()
 
-    def counted(self: CausalCaches, ids: Tensor, *others: Any) -> Tensor:
+    def counted(self: CausalCaches, ids: Tensor, *others: Any, **named: Any) -> Tensor:
         tokens.append(len(ids))
-        return forward(self, ids, *others)
+        return forward(self, ids, *others, **named)
 
     monkeypatch.setattr(CausalCaches, "forward", counted)
     got = decoding.generate(**{name: value[order] for name, value in inputs.items()}, **options)

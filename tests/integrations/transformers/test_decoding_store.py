@@ -39,9 +39,11 @@ def prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     forward = CausalCaches.forward
 
-    def counted(self: Any, tokens: Any, entries: torch.Tensor, num_logits: int) -> torch.Tensor:
+    def counted(
+        self: Any, tokens: Any, entries: torch.Tensor, *others: Any, **named: Any
+    ) -> torch.Tensor:
         seen.extend(entries[entries[:, 2] == 1, 1].tolist())
-        return forward(self, tokens, entries, num_logits)
+        return forward(self, tokens, entries, *others, **named)
 
     monkeypatch.setattr(CausalCaches, "forward", counted)
     return seen
