@@ -252,6 +252,17 @@ class Terminal:
     def write(self, text: str) -> None:
         os.write(self._master, text.encode())
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C once the process waits for a line.
+
+        Python loses one that comes between a prompt and the wait for keys, until the next key.
+        """
+        stat, waited = Path(f"/proc/{self.process.pid}/stat"), 0
+        while waited < 10:
+            time.sleep(0.01)
+            waited = waited + 1 if stat.read_text().rpartition(") ")[2].startswith("S") else 0
+        self.write("\x03")
+
     def ends(self) -> int:
         """Read to the end; return the exit status."""
         while True:
@@ -303,7 +314,8 @@ def test_interrupts_end_answers_and_not_the_talk(
     terminal.until("ends the talk")
     terminal.until("> ")
     terminal.write("In the beginning\n")
-    terminal.until(r"beginning\n\s*\S+ \S+ \S+")  # it answers
+    # It answers, on any number of lines; the line of a prompt that is still read is no answer.
+    terminal.until(r"(?s)beginning\n(?:.*\x1b\[2K)?\s*(?!Reading)(?:\w+\W+){3}")
     terminal.write("\x03")
     terminal.until(r"\n> ")
     first = talk_of(tmp_path)
@@ -315,10 +327,10 @@ def test_interrupts_end_answers_and_not_the_talk(
     terminal.until(r"\n> ")
     messages = talk_of(tmp_path)
     assert messages[:2] == first and len(messages) == 4
-    terminal.write("\x03")
+    terminal.interrupt()
     terminal.until("Ctrl-C once more, or Ctrl-D, ends the talk")
     terminal.until("> ")
-    terminal.write("\x03")
+    terminal.interrupt()
     assert terminal.ends() == 0
     assert "Traceback" not in terminal.text
     assert talk_of(tmp_path) == messages
