@@ -158,6 +158,24 @@ class CausalConfig:
         op = "CausalConfig"
         check_sizes(op, self, "num_layers", "model_size", "num_heads", "num_kv_heads", "head_size",
                     "ffn_size", "vocab_size")  # fmt: skip
+        self._check_heads(op)
+        self._check_mixers(op)
+        self._check_positions(op)
+        check_bool(op, "gated", self.gated)
+        if self.attention_scale is None:
+            object.__setattr__(self, "attention_scale", self.head_size**-0.5)
+        check_norm_and_activation(op, self)
+        check_numbers(op, self, "norm_epsilon", "attention_scale", "attention_softcap",
+                      "logits_softcap", "embedding_scale", "logits_scale")  # fmt: skip
+        self._check_experts(op)
+        self._check_layers(op)
+        check_bool(op, "value_norm", self.value_norm)
+        most = ((1 << 31) - 1) // self.num_layers
+        limits = "0 to (2^31 - 1) / num_layers"
+        check_int(op, "per_layer_size", self.per_layer_size, 0, most, limits=limits)
+        check_numbers(op, self, "per_layer_scale", "per_layer_epsilon")
+
+    def _check_heads(self, op: str) -> None:
         for name in ("head_size", "num_kv_heads"):
             if getattr(self, f"global_{name}") is None:
                 object.__setattr__(self, f"global_{name}", getattr(self, name))
@@ -173,6 +191,9 @@ class CausalConfig:
                 raise ValueError(
                     f"{op}: {self.num_heads} heads of {size}; expected fewer than 2^31 in all"
                 )
+
+    def _check_mixers(self, op: str) -> None:
+        """Check what mixes tokens in each layer; attention alone has a window and positions."""
         for name in ("windows", "rotary"):
             entries = tuple(getattr(self, name))
             if len(entries) != self.num_layers:
@@ -195,6 +216,9 @@ class CausalConfig:
                     f"{op}: windows[{i}] and rotary[{i}] are {self.windows[i]} and "
                     f"{self.rotary[i]}; expected None, as mixers has no attention there"
                 )
+
+    def _check_positions(self, op: str) -> None:
+        """Check the window and the rotary embedding of each layer."""
         for window in self.windows:
             if window is not None:
                 check_int(op, "windows", window, 1, (1 << 31) - 1, limits="1 to 2^31 - 1, or None")
@@ -205,12 +229,8 @@ class CausalConfig:
                 limits = f"0 to {most}, an entry of rotary_scales, or None"
                 check_int(op, "rotary", rotary, 0, most, limits=limits)
         self._check_rotary_sizes(op)
-        check_bool(op, "gated", self.gated)
-        if self.attention_scale is None:
-            object.__setattr__(self, "attention_scale", self.head_size**-0.5)
-        check_norm_and_activation(op, self)
-        check_numbers(op, self, "norm_epsilon", "attention_scale", "attention_softcap",
-                      "logits_softcap", "embedding_scale", "logits_scale")  # fmt: skip
+
+    def _check_experts(self, op: str) -> None:
         if isinstance(self.experts, Mapping):  # as dataclasses.asdict has it
             object.__setattr__(self, "experts", ExpertsConfig(**self.experts))
         if self.experts is not None:
@@ -221,12 +241,6 @@ class CausalConfig:
                 )
             if not self.gated:
                 raise ValueError(f"{op}: gated is False; expected True with experts")
-        self._check_layers(op)
-        check_bool(op, "value_norm", self.value_norm)
-        most = ((1 << 31) - 1) // self.num_layers
-        limits = "0 to (2^31 - 1) / num_layers"
-        check_int(op, "per_layer_size", self.per_layer_size, 0, most, limits=limits)
-        check_numbers(op, self, "per_layer_scale", "per_layer_epsilon")
 
     def _check_rotary_sizes(self, op: str) -> None:
         is_turned = any(rotary is not None for rotary in self.rotary)
