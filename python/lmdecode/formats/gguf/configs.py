@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lmdecode.formats.gguf.attention_config import check_all_turned, head_size_of
+from lmdecode.formats.gguf.common_config import check_all_turned, common, head_size_of
 from lmdecode.formats.gguf.expert_config import (
     expert_counts,
     expert_size,
@@ -18,7 +18,13 @@ from lmdecode.formats.gguf.expert_config import (
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.gemma4_config import gemma4
 from lmdecode.formats.gguf.mamba2_configs import falcon_h1, granite_scales, granitehybrid
-from lmdecode.formats.gguf.state_configs import lfm2, lfm2moe, qwen3next, qwen35, qwen35moe
+from lmdecode.formats.gguf.state_configs import (
+    lfm2,
+    lfm2moe,
+    qwen3next,
+    qwen35,
+    qwen35moe,
+)
 
 __all__ = ["CONFIGS", "config_entries"]
 
@@ -50,7 +56,6 @@ def _ffn_size(facts: Facts) -> int:
 
 def _common(facts: Facts) -> dict[str, Any]:
     """Return the config entries that Llama-like models share, except the rotary embedding."""
-    vocab_size, size = facts.shape("token_embd.weight")
     heads = _head_sizes(facts)
     if "blk.0.attn_q.weight" in facts.file.tensors:
         rows = facts.shape("blk.0.attn_q.weight")[0]
@@ -63,16 +68,14 @@ def _common(facts: Facts) -> dict[str, Any]:
             f"has {rows} query features; expected {heads['num_attention_heads']} heads of "
             f"{heads['head_dim']}",
         )
+    entries = common(facts)
     return {
-        "vocab_size": vocab_size,
-        "hidden_size": size,
+        **entries,
         "num_hidden_layers": facts.count("block_count"),
         "intermediate_size": _ffn_size(facts),
-        "max_position_embeddings": facts.count("context_length"),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in facts.file.tensors,
         **heads,
-        **_special_tokens(facts, vocab_size),
+        **_special_tokens(facts, entries["vocab_size"]),
     }
 
 

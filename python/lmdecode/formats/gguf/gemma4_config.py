@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lmdecode.formats.gguf.attention_config import (
+from lmdecode.formats.gguf.common_config import (
     check_all_turned,
     head_size_of,
     refuse_scaled_rope,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmdecode.formats.gguf.attention_config import check_all_turned, head_size_of, plain_rope
+from lmdecode.formats.gguf.common_config import (
+    check_all_turned,
+    common,
+    head_size_of,
+    plain_rope,
+)
 from lmdecode.formats.gguf.expert_config import expert_counts
 from lmdecode.formats.gguf.facts import Facts, refused
-from lmdecode.formats.gguf.state_configs import common, key_heads_of
+from lmdecode.formats.gguf.state_configs import key_heads_of
 
 __all__ = ["falcon_h1", "granite_scales", "granitehybrid"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmdecode.formats.gguf.attention_config import plain_rope
+from lmdecode.formats.gguf.common_config import common, plain_rope
 from lmdecode.formats.gguf.expert_config import (
     expert_counts,
     expert_size,
@@ -13,22 +13,10 @@ from lmdecode.formats.gguf.expert_config import (
 from lmdecode.formats.gguf.facts import Facts, refused
 
 __all__ = [
-    "common", "key_heads_of", "lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe",
+    "key_heads_of", "lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe",
 ]  # fmt: skip
 
 _SIGMOID = 2  # of expert_gating_func
-
-
-def common(facts: Facts) -> dict[str, Any]:
-    """Return the config entries that all these models have."""
-    vocab_size, size = facts.shape("token_embd.weight")
-    return {
-        "vocab_size": vocab_size,
-        "hidden_size": size,
-        "max_position_embeddings": facts.count("context_length"),
-        "num_attention_heads": facts.size("attention.head_count"),
-        "tie_word_embeddings": "output.weight" not in facts.file.tensors,
-    }
 
 
 def key_heads_of(facts: Facts, layers: int) -> tuple[list[int], int]:

@@ -1,4 +1,4 @@
-"""What configs of attention have in common: the size of heads, and how they are turned."""
+"""What the configs of models have in common: sizes, heads, and how these are turned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ from typing import Any
 
 from lmdecode.formats.gguf.facts import Facts, refused
 
-__all__ = ["check_all_turned", "head_size_of", "plain_rope", "refuse_scaled_rope"]
+__all__ = ["check_all_turned", "common", "head_size_of", "plain_rope", "refuse_scaled_rope"]
+
+
+def common(facts: Facts) -> dict[str, Any]:
+    """Return the config entries that all models have."""
+    vocab_size, size = facts.shape("token_embd.weight")
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": size,
+        "max_position_embeddings": facts.count("context_length"),
+        "num_attention_heads": facts.size("attention.head_count"),
+        "tie_word_embeddings": "output.weight" not in facts.file.tensors,
+    }
 
 
 def head_size_of(facts: Facts, default: int | None = None, suffix: str = "") -> int:
