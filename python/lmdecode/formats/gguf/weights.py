@@ -1,0 +1,176 @@
+"""A GGUF file's tensors as the parameters of a model of transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode.formats.gguf.delta_rule import KeyHeads, ValueHeads
+from lmdecode.formats.gguf.experts import expert_tensors, read_parts
+from lmdecode.formats.gguf.facts import Facts, refused
+from lmdecode.formats.gguf.gemma4_config import unused_tensors
+from lmdecode.formats.gguf.mamba2 import is_vector, shape_in_file
+from lmdecode.formats.gguf.names import IGNORED, PERMUTED, PLUS_ONE, tensor_name
+from lmdecode.formats.gguf.reader import GgufFile
+from lmdecode.linear.quantized_weight import LinearWeight, index_rows
+
+__all__ = ["Weights"]
+
+_SCALE = ".layer_scalar"  # a buffer that files need not have
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
+
+
+class Weights:
+    """A file's tensors by the names and in the shapes of a model's parameters.
+
+    Parameters
+    ----------
+    file, facts
+        Of the file.
+    model
+        The skeleton, whose parameters say what is expected.
+    keeps_blocks : bool
+        Whether matrices in blocks stay what they are.
+    """
+
+    def __init__(self, file: GgufFile, facts: Facts, model: Any, keeps_blocks: bool) -> None:
+        self._file, self._architecture, self._keeps_blocks = file, facts.architecture, keeps_blocks
+        config = model.config
+        self._heads = dict[str, int]()
+        if self._architecture in PERMUTED:  # whose layers are alike
+            self._heads = {
+                "q_proj": config.num_attention_heads,
+                "k_proj": getattr(config, "num_key_value_heads", config.num_attention_heads),
+            }
+        self._parts = dict[str, list[str]]()
+        self._in_turn = dict[str, list[str]]()
+        self._value_heads, self._key_heads = None, None
+        if self._architecture in ("qwen35", "qwen35moe"):
+            self._value_heads = ValueHeads(config)
+        if self._architecture == "qwen3next":
+            self._key_heads = KeyHeads(config)
+        self._check(model)
+
+    def _name(self, parameter: str) -> str:
+        return tensor_name(parameter, self._architecture)
+
+    def _is_transposed(self, parameter: str) -> bool:
+        """Whether a parameter is [in, out], of the module ``Conv1D``."""
+        return self._architecture == "gpt2" and ".c_" in parameter and parameter.endswith("weight")
+
+    def _expected(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the names and shapes of the tensors that a model's parameters are in."""
+        for parameter, value in (*model.named_parameters(), *self._buffers(model)):
+            shape, tensors = tuple(value.shape), self._file.tensors
+            parts = expert_tensors(parameter, shape, self._architecture, tensors)
+            if parts is not None:
+                self._parts[parameter] = list(parts)
+                yield from parts.items()
+                continue
+            if self._key_heads is not None:
+                parts = self._key_heads.tensors(parameter, shape, tensors)
+            if parts is not None:
+                self._in_turn[parameter] = list(parts)
+                yield from parts.items()
+                continue
+            name = self._name(parameter)
+            if is_vector(parameter):
+                shape = shape_in_file(parameter, shape[0], model.config.mamba_n_groups)
+            if len(shape) == 3 and shape[1] == 1:  # a convolution of each feature
+                shape = (shape[0], shape[2])
+            elif len(shape) == 2 and shape[0] == 1 and self._is_vector(name):
+                shape = shape[1:]
+            yield name, shape[:: -1 if self._is_transposed(parameter) else 1]
+
+    def _is_vector(self, name: str) -> bool:
+        return name in self._file.tensors and len(self._file.tensors[name].shape) == 1
+
+    def _buffers(self, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers that are tensors of the file."""
+        from lmdecode.integrations.transformers.decoding.checkpoint import READ_BUFFERS
+
+        for name, buffer in model.named_buffers():
+            is_read = name.endswith(READ_BUFFERS)
+            if is_read and not (name.endswith(_SCALE) and self._is_left_out(name)):
+                yield name, buffer
+
+    def _is_left_out(self, name: str) -> bool:
+        return self._name(name) not in self._file.tensors
+
+    def _check(self, model: Any) -> None:
+        """Raise for what is missing, is left over, or has another shape."""
+        left = set(self._file.tensors) - set(IGNORED)
+        # Layers behind the model's predict more tokens than one.
+        first = model.config.num_hidden_layers
+        left = {name for name in left if not _is_of_block(name, first)}
+        if self._architecture == "gemma4":
+            left -= unused_tensors(model.config)
+        for name, shape in self._expected(model):
+            if name not in self._file.tensors:
+                raise refused(self._file, f"has no tensor {name!r}; expected one")
+            if self._file.tensors[name].shape != shape:
+                raise refused(
+                    self._file,
+                    f"has {name} of shape {list(self._file.tensors[name].shape)}; expected "
+                    f"{list(shape)}",
+                )
+            is_flat = len(shape) < 2 or name.endswith("norm.weight")
+            if isinstance(self._file.tensors[name].kind, str) and is_flat:
+                raise refused(self._file, f"has {name} in blocks; expected floats")
+            left.discard(name)
+        if left:
+            raise refused(
+                self._file,
+                f"has {len(left)} tensors that its architecture does not have, {min(left)!r} one "
+                "of them; expected none",
+            )
+
+    def read(self, parameter: str) -> Any:
+        """Return a parameter's values: floats, or a ``QuantizedWeight``, which is [out, in]."""
+        if parameter in self._parts:
+            return read_parts(self._file, self._parts[parameter], self._keeps_blocks)
+        if parameter.endswith(_SCALE) and self._is_left_out(parameter):
+            return torch.ones(1)
+        tensor = self._in_order(parameter)
+        if not isinstance(tensor, Tensor):
+            if self._keeps_blocks:
+                return tensor
+            tensor = tensor.dequantize()
+        if tensor.dtype == torch.float16:
+            tensor = tensor.float()
+        if is_vector(parameter):
+            tensor = tensor.flatten()
+        if parameter.endswith("A_log"):
+            tensor = (-tensor.float()).log()  # the file has -exp of it
+        is_norm = parameter.split(".")[-2].endswith("norm") and ".linear_attn." not in parameter
+        if is_norm and self._architecture in PLUS_ONE:
+            tensor = tensor.float() - 1.0  # the file has 1 + weight
+        return tensor.T if self._is_transposed(parameter) else tensor
+
+    def _in_order(self, parameter: str) -> LinearWeight:
+        """Return a parameter's tensor, with rows in the order that transformers has them."""
+        if self._key_heads is not None and parameter in self._in_turn:
+            return self._key_heads.read(self._file, self._in_turn[parameter])
+        tensor: LinearWeight = self._file.tensor(self._name(parameter))
+        module = parameter.split(".")[-2]
+        if module in self._heads:
+            tensor = _in_halves(tensor, self._heads[module])
+        if self._value_heads is not None:
+            tensor = self._value_heads.in_groups(parameter, tensor)
+        return tensor
+
+
+def _is_of_block(name: str, first: int) -> bool:
+    """Whether a tensor is of a block from the first-th on."""
+    found = _BLOCK.match(name)
+    return found is not None and int(found[1]) >= first
+
+
+def _in_halves(tensor: LinearWeight, heads: int) -> LinearWeight:
+    """Undo what llama.cpp does to rows: in a head it has pairs of those that turn as neighbours."""
+    index = torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+    return index_rows(tensor, index)
