@@ -158,7 +158,7 @@ class Decoding(PackedDecoding):
             model's own encoder: see docs/reference/decoder.md.
         mtp : bool
             Whether to load what a model of Qwen 3.5 or Qwen 3 Next has for multi-token prediction,
-            of a folder of safetensors: ``assistant_model="mtp"`` drafts with it.
+            of a folder of safetensors or a GGUF file: ``assistant_model="mtp"`` drafts with it.
 
         Raises
         ------
@@ -182,7 +182,7 @@ class Decoding(PackedDecoding):
         elif mtp:
             raise ValueError(
                 f"Decoding.from_pretrained: mtp is True for a {type(model).__name__}; expected "
-                "a folder, as transformers does not load these weights"
+                "a folder or a file, as transformers does not load these weights"
             )
         elif not hasattr(model, "config"):
             raise ValueError(

@@ -66,7 +66,8 @@ def load_parts(
     keeps_blocks : bool
         Whether the linear weights of a GGUF file stay in their blocks.
     mtp : bool
-        Whether the weights have those that predict further tokens, of a folder of safetensors.
+        Whether the weights have those that predict further tokens, of a GGUF file or a folder of
+        safetensors.
 
     Raises
     ------
@@ -77,16 +78,16 @@ def load_parts(
         raise FileNotFoundError(
             f"Decoding.from_pretrained: there is no file or folder {os.fspath(source)!r}"
         )
-    if mtp and (is_gguf(source) or is_ctranslate2(Path(source))):
-        raise ValueError(
-            f"Decoding.from_pretrained: mtp is True for {os.fspath(source)}; expected False for a "
-            "file of llama.cpp or a folder of CTranslate2"
-        )
     if is_gguf(source):
         from lmdecode.formats.gguf.model import load_parts as load_gguf
 
-        return load_gguf(source, keeps_blocks=keeps_blocks)
+        return load_gguf(source, keeps_blocks=keeps_blocks, mtp=mtp)
     if is_ctranslate2(Path(source)):
+        if mtp:
+            raise ValueError(
+                f"Decoding.from_pretrained: mtp is True for {os.fspath(source)}; expected False "
+                "for a folder of CTranslate2"
+            )
         from lmdecode.formats.ctranslate2.model import load_parts as load_ctranslate2
 
         return load_ctranslate2(source)

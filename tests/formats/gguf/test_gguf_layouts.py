@@ -24,6 +24,7 @@ from tests.support.gguf_checks import (
     replaced,
 )
 from tests.support.gguf_files import gguf, quantized, tensors_of, write_model
+from tests.support.mtp_gguf import further_block
 
 # Rows of whole blocks of each type.
 _EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
@@ -203,14 +204,6 @@ def test_layers_by_an_interval(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", OF_DELTA_RULE)
 def test_layers_that_predict_further_tokens_are_left(kind: str, tmp_path: Path) -> None:
     """They are the last blocks: as a layer with attention, and more."""
-
-    def change(writer: Any) -> None:
-        entries, key = writer.kv_data[0], f"{writer.arch}.attention.recurrent_layers"
-        layers = [*entries.pop(key).value, False]
-        writer.add_array(key, layers)
-        entries[f"{writer.arch}.block_count"].value = len(layers)
-        writer.add_uint32(f"{writer.arch}.nextn_predict_layers", 1)
-
     model = _small(kind)
     last = {
         name.replace("blk.3.", "blk.4."): tensor
@@ -221,7 +214,7 @@ def test_layers_that_predict_further_tokens_are_left(kind: str, tmp_path: Path) 
     last |= {f"blk.4.nextn.{name}.weight": torch.ones(size)
              for name in ("enorm", "hnorm", "shared_head_norm")}  # fmt: skip
     last["blk.4.nextn.eh_proj.weight"] = torch.ones(size, 2 * size)
-    write_model(tmp_path / "model.gguf", model, change, **last)
+    write_model(tmp_path / "model.gguf", model, further_block, **last)
     check_tokens(tmp_path / "model.gguf", model)
 
 

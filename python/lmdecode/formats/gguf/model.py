@@ -10,6 +10,7 @@ from torch import Tensor
 from lmdecode.formats.gguf.configs import config_entries
 from lmdecode.formats.gguf.ends import end_tokens
 from lmdecode.formats.gguf.facts import Facts, refused
+from lmdecode.formats.gguf.mtp import mtp_of_file
 from lmdecode.formats.gguf.reader import GgufFile
 from lmdecode.formats.gguf.weights import Weights
 
@@ -34,7 +35,9 @@ def _divide_frequencies(facts: Facts, model: Any) -> None:
     frequencies.div_(factors.float())
 
 
-def load_parts(path: str | os.PathLike[str], *, keeps_blocks: bool = False) -> tuple[Any, Any, Any]:
+def load_parts(
+    path: str | os.PathLike[str], *, keeps_blocks: bool = False, mtp: bool = False
+) -> tuple[Any, Any, Any]:
     """Return the model of a file without its weights, and its config and weights for ``Decoding``.
 
     The weights are read, and dequantized, one by one as they are asked for.
@@ -47,13 +50,15 @@ def load_parts(path: str | os.PathLike[str], *, keeps_blocks: bool = False) -> t
         Whether linear weights and the embedding stay in the blocks of the file: they are
         ``QuantizedWeight``, or ``JoinedWeight`` for queries, keys and values that are not of one
         kind. Where a factor is folded into a weight, it is floats all the same.
+    mtp : bool
+        Whether the weights have those that predict further tokens.
 
     Raises
     ------
     OSError
         There is no such file.
     ValueError
-        It is damaged, or holds no model that there is.
+        It is damaged, holds no model that there is, or has nothing that predicts further tokens.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -82,4 +87,8 @@ def load_parts(path: str | os.PathLike[str], *, keeps_blocks: bool = False) -> t
         ) from error
     weights = Weights(file, facts, model, keeps_blocks)
     _divide_frequencies(facts, model)
-    return model, *causal_model_of(model, weights.read)
+    of_decoder, of_model = causal_model_of(model, weights.read)
+    if mtp:
+        found = mtp_of_file(facts, model, of_model, keeps_blocks=keeps_blocks)
+        of_model = of_model._replace(mtp=found)
+    return model, of_decoder, of_model

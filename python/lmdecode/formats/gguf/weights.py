@@ -18,7 +18,7 @@ from lmdecode.formats.gguf.names import IGNORED, PERMUTED, PLUS_ONE, tensor_name
 from lmdecode.formats.gguf.reader import GgufFile
 from lmdecode.linear.quantized_weight import LinearWeight, index_rows
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "is_of_block"]
 
 _SCALE = ".layer_scalar"  # a buffer that files need not have
 _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
@@ -64,8 +64,8 @@ class Weights:
 
     def _expected(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the tensors that a model's parameters are in."""
-        for parameter, value in (*model.named_parameters(), *self._buffers(model)):
-            shape, tensors = tuple(value.shape), self._file.tensors
+        for parameter, shape in self._parameters(model):
+            tensors = self._file.tensors
             parts = expert_tensors(parameter, shape, self._architecture, tensors)
             if parts is not None:
                 self._parts[parameter] = list(parts)
@@ -86,6 +86,11 @@ class Weights:
                 shape = shape[1:]
             yield name, shape[:: -1 if self._is_transposed(parameter) else 1]
 
+    def _parameters(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the names and shapes of the parameters, and of the buffers that are tensors."""
+        for parameter, value in (*model.named_parameters(), *self._buffers(model)):
+            yield parameter, tuple(value.shape)
+
     def _is_vector(self, name: str) -> bool:
         return name in self._file.tensors and len(self._file.tensors[name].shape) == 1
 
@@ -101,14 +106,18 @@ class Weights:
     def _is_left_out(self, name: str) -> bool:
         return self._name(name) not in self._file.tensors
 
-    def _check(self, model: Any) -> None:
-        """Raise for what is missing, is left over, or has another shape."""
+    def _tensors(self, model: Any) -> set[str]:
+        """Return the names of the tensors that must all be of the model."""
         left = set(self._file.tensors) - set(IGNORED)
-        # Layers behind the model's predict more tokens than one.
-        first = model.config.num_hidden_layers
-        left = {name for name in left if not _is_of_block(name, first)}
         if self._architecture == "gemma4":
             left -= unused_tensors(model.config)
+        # Layers behind the model's predict more tokens than one.
+        first = model.config.num_hidden_layers
+        return {name for name in left if not is_of_block(name, first)}
+
+    def _check(self, model: Any) -> None:
+        """Raise for what is missing, is left over, or has another shape."""
+        left = self._tensors(model)
         for name, shape in self._expected(model):
             if name not in self._file.tensors:
                 raise refused(self._file, f"has no tensor {name!r}; expected one")
@@ -164,8 +173,8 @@ class Weights:
         return tensor
 
 
-def _is_of_block(name: str, first: int) -> bool:
-    """Whether a tensor is of a block from the first-th on."""
+def is_of_block(name: str, first: int) -> bool:
+    """Return whether a tensor is of a block from the first-th on."""
     found = _BLOCK.match(name)
     return found is not None and int(found[1]) >= first
 

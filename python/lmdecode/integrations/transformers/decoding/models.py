@@ -34,7 +34,7 @@ from lmdecode.integrations.transformers.decoding.modules import (
     t5_parts,
     t5_sizes,
 )
-from lmdecode.integrations.transformers.decoding.mtp import mtp_of
+from lmdecode.integrations.transformers.decoding.mtp import mtp_of_folder
 from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 from lmdecode.linear.formats import is_kept
 
@@ -292,7 +292,7 @@ def load_parts(name: str | os.PathLike[str], *, mtp: bool = False) -> tuple[Any,
         if checkpoint is not None:
             config, weights = causal_model_of(model, checkpoint.read)
             if mtp:
-                weights = weights._replace(mtp=mtp_of(model, weights, checkpoint))
+                weights = weights._replace(mtp=mtp_of_folder(model, weights, checkpoint))
             return model, config, weights
         if keeps_blocks:
             raise refused(f"{name} has no blocks of MXFP4 for all of its experts; expected them")

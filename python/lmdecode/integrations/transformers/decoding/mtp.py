@@ -1,8 +1,9 @@
-"""The weights of a folder that predict further tokens, which transformers does not load."""
+"""Weights that predict further tokens, which transformers does not load."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
@@ -11,7 +12,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
 from lmdecode.integrations.transformers.decoding.causal_models.values import wide
 from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, empty_model
 
-__all__ = ["mtp_of"]
+__all__ = ["mtp_layer", "mtp_of", "mtp_of_folder"]
 
 _TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 _PREFIX = "mtp."
@@ -22,13 +23,6 @@ _IN_MODEL = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "logits
 def _name(parameter: str) -> str:
     """Return the tensor that is a parameter of a model of one layer."""
     return _PREFIX + parameter.removeprefix("model.")
-
-
-def _one_layer(config: Any) -> Any:
-    """Return a model of one layer with attention, as the one that predicts further tokens is."""
-    config = copy.deepcopy(config.get_text_config())
-    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    return empty_model(config)
 
 
 def _check(checkpoint: Checkpoint, model: Any, size: int) -> None:
@@ -51,7 +45,53 @@ def _check(checkpoint: Checkpoint, model: Any, size: int) -> None:
         )
 
 
+def mtp_layer(model: Any) -> Any:
+    """Return a model of one layer with attention, as what predicts further tokens is.
+
+    Raises
+    ------
+    ValueError
+        Models of this type have none.
+    """
+    kind = model.config.model_type
+    if kind not in _TYPES:
+        raise refused(f"mtp is True for a model of {kind!r}; expected one of {', '.join(_TYPES)}")
+    config = copy.deepcopy(model.config.get_text_config())
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    return empty_model(config)
+
+
 def mtp_of(
+    layer: Any, weights: CausalWeights, read: Callable[[str], Any]
+) -> tuple[CausalConfig, CausalWeights]:
+    """Return the config and the weights of what predicts further tokens.
+
+    Parameters
+    ----------
+    layer
+        Of ``mtp_layer``.
+    weights
+        Of the model, whose embedding and head it has.
+    read
+        Returns the values of a parameter of ``layer``, and of what is before it.
+    """
+
+    def shared_or_own(name: str) -> Any:
+        part = _IN_MODEL.get(name)
+        return read(name) if part is None else getattr(weights, part)
+
+    config, of_layer = causal_model_of(layer, shared_or_own)
+    size = config.model_size
+    projection, *gammas = map(read, _OWN)
+    return config, of_layer._replace(
+        embedding_norm_gamma=1.0 + wide(gammas[0]),
+        hidden_norm_gamma=1.0 + wide(gammas[1]),
+        embedding_projection=projection[:, :size],
+        hidden_projection=projection[:, size:],
+    )
+
+
+def mtp_of_folder(
     model: Any, weights: CausalWeights, checkpoint: Checkpoint
 ) -> tuple[CausalConfig, CausalWeights]:
     """Return the config and the weights of what predicts further tokens.
@@ -68,22 +108,6 @@ def mtp_of(
     ValueError
         The folder has none, or other tensors than expected.
     """
-    kind = model.config.model_type
-    if kind not in _TYPES:
-        raise refused(f"mtp is True for a model of {kind!r}; expected one of {', '.join(_TYPES)}")
-    size = weights.embedding.shape[1]
-    layer = _one_layer(model.config)
-    _check(checkpoint, layer, size)
-
-    def read(name: str) -> Any:
-        part = _IN_MODEL.get(name)
-        return checkpoint.read(_name(name)) if part is None else getattr(weights, part)
-
-    config, of_layer = causal_model_of(layer, read)
-    projection, *gammas = (checkpoint.read(_PREFIX + name) for name in _OWN)
-    return config, of_layer._replace(
-        embedding_norm_gamma=1.0 + wide(gammas[0]),
-        hidden_norm_gamma=1.0 + wide(gammas[1]),
-        embedding_projection=projection[:, :size],
-        hidden_projection=projection[:, size:],
-    )
+    layer = mtp_layer(model)
+    _check(checkpoint, layer, layer.config.hidden_size)
+    return mtp_of(layer, weights, lambda name: checkpoint.read(_name(name)))
