@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_bool
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.decoding import PackedDecoding
@@ -175,6 +176,7 @@ class Decoding(PackedDecoding):
         from lmdecode.integrations.transformers.decoding.models import parts_of
 
         is_loaded_here = isinstance(model, (str, os.PathLike))
+        check_bool("Decoding.from_pretrained", "mtp", mtp)
         if dtype is None:
             check_as_it_is(model)
         if is_loaded_here:

@@ -166,6 +166,22 @@ def join_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
     return JoinedWeight(tuple(flat))
 
 
+def split_columns(weight: LinearWeight, at: int) -> tuple[LinearWeight, LinearWeight]:
+    """Return the first columns of a weight, and those from column ``at`` on.
+
+    Blocks that no bound cuts stay blocks; anything else becomes floats.
+    """
+    if isinstance(weight, QuantizedWeight):
+        kind = KINDS[weight.kind]
+        if at % kind.block_size == 0:
+            cut = at // kind.block_size * kind.block_bytes
+            parts = (weight.data[:, :cut], weight.data[:, cut:])
+            first, second = (QuantizedWeight(part.contiguous(), weight.kind) for part in parts)
+            return first, second
+    floats = _floats(weight)
+    return floats[:, :at], floats[:, at:]
+
+
 def join_columns(parts: Sequence[LinearWeight]) -> Tensor | QuantizedWeight:
     """Return the columns of weights with the same outputs side by side, [outputs, sum of inputs].
 

@@ -15,7 +15,7 @@ from lmdecode.linear.quantized_weight import QuantizedWeight
 from tests.decoder.test_mtp import run
 from tests.support.causal_models import model_of, random_config, random_tokens
 from tests.support.drafts import counted
-from tests.support.gguf_checks import check_tokens
+from tests.support.gguf_checks import check_tokens, replaced
 from tests.support.gguf_files import write_model
 from tests.support.mtp_gguf import write_mtp_model
 from tests.support.mtp_models import MtpModel, agreeing_model, mtp_model
@@ -74,6 +74,17 @@ def test_a_block_without_a_norm_of_its_own(tmp_path: Path) -> None:
     _check_rows(loaded(path).decoder, model)
 
 
+def test_frequencies_are_divided_in_both(tmp_path: Path) -> None:
+    model, path = _model("qwen3_5_text", **_SIZES), tmp_path / "model.gguf"
+    write_mtp_model(path, model)
+    undivided = load_parts(path, mtp=True)[2]
+    write_mtp_model(path, model, **{"rope_freqs.weight": torch.full((8,), 4.0)})
+    weights = load_parts(path, mtp=True)[2]
+    for divided, whole in ((weights, undivided), (weights.mtp[1], undivided.mtp[1])):
+        for found, others in zip(divided.rotary, whole.rotary, strict=True):
+            assert found is not None and torch.equal(4.0 * found, others)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_read_and_the_text_stays(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +119,10 @@ def test_weights_in_blocks(kind: str, type_name: str, tmp_path: Path) -> None:
     matrix = kept.layers[0].attention_out
     assert isinstance(matrix, QuantizedWeight) and matrix.kind == type_name
     assert matrix.dequantize().equal(read.layers[0].attention_out)
-    assert kept.hidden_projection.equal(read.hidden_projection)
+    for name in ("embedding_projection", "hidden_projection"):
+        matrix = getattr(kept, name)
+        assert isinstance(matrix, QuantizedWeight) and matrix.kind == type_name
+        assert matrix.dequantize().equal(getattr(read, name))
     decoding = loaded(path, None)
     options: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": None, "do_sample": False}
     ids = random_tokens(9)[None]
@@ -124,15 +138,22 @@ def test_what_is_refused(tmp_path: Path) -> None:
             loaded(path)
 
     write_model(path, model.model)
-    check("has 0 for qwen35.nextn_predict_layers; expected 1 with mtp=True")
+    check("has no qwen35.nextn_predict_layers; expected 1, as mtp is True")
     write_mtp_model(path, model, count=2, **{"blk.5.attn_norm.weight": torch.ones(32)})
-    check("has 2 for qwen35.nextn_predict_layers; expected 1 with mtp=True")
+    check("has 2 for qwen35.nextn_predict_layers; expected 1, as mtp is True")
+    write_mtp_model(path, model, replaced("nextn_predict_layers", 2))
+    check("has 2 for qwen35.nextn_predict_layers; expected 1, as mtp is True")
     write_mtp_model(path, model, without={f"{BLOCK}nextn.eh_proj.weight"})
     check(f"has no tensor '{BLOCK}nextn.eh_proj.weight'; expected one")
-    own = {f"{BLOCK}nextn.embed_tokens.weight": torch.zeros(101, 32)}
-    write_mtp_model(path, model, **own)
-    check(f"'{BLOCK}nextn.embed_tokens.weight' one of them; expected none")
+    for name, part in (("embed_tokens", "embedding"), ("shared_head_head", "head")):
+        own = f"{BLOCK}nextn.{name}.weight"
+        write_mtp_model(path, model, **{own: torch.zeros(101, 32)})
+        check(f"has {own}; expected none: the model's {part} is used")
+    write_mtp_model(path, model, **{f"{BLOCK}attn_sinks.weight": torch.zeros(4)})
+    check(f"'{BLOCK}attn_sinks.weight' one of them; expected none")
     write_mtp_model(path, model, **{f"{BLOCK}nextn.eh_proj.weight": torch.zeros(32, 32)})
     check(f"has {BLOCK}nextn.eh_proj.weight of shape [32, 32]; expected [32, 64]")
     write_model(path, model_of(random_config("llama", "plain")))
-    check("mtp is True for a model of 'llama'; expected one of qwen3_5")
+    check(f"{path} is of 'llama', and mtp is True; expected one of qwen35, qwen35moe, qwen3next")
+    with pytest.raises(TypeError, match=r"from_pretrained: mtp is .*; expected a bool"):
+        loaded(path, mtp=1)  # type: ignore[arg-type]

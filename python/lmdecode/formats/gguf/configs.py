@@ -18,13 +18,7 @@ from lmdecode.formats.gguf.expert_config import (
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.gemma4_config import gemma4
 from lmdecode.formats.gguf.mamba2_configs import falcon_h1, granite_scales, granitehybrid
-from lmdecode.formats.gguf.state_configs import (
-    lfm2,
-    lfm2moe,
-    qwen3next,
-    qwen35,
-    qwen35moe,
-)
+from lmdecode.formats.gguf.state_configs import lfm2, lfm2moe, qwen3next, qwen35, qwen35moe
 
 __all__ = ["CONFIGS", "config_entries"]
 

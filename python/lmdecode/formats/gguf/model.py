@@ -10,7 +10,7 @@ from torch import Tensor
 from lmdecode.formats.gguf.configs import config_entries
 from lmdecode.formats.gguf.ends import end_tokens
 from lmdecode.formats.gguf.facts import Facts, refused
-from lmdecode.formats.gguf.mtp import mtp_of_file
+from lmdecode.formats.gguf.mtp import FurtherBlock
 from lmdecode.formats.gguf.reader import GgufFile
 from lmdecode.formats.gguf.weights import Weights
 
@@ -64,6 +64,7 @@ def load_parts(
 
     from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
     from lmdecode.integrations.transformers.decoding.checkpoint import skeleton
+    from lmdecode.integrations.transformers.decoding.mtp import mtp_of
 
     file = GgufFile(path)
     facts = Facts(file)
@@ -86,9 +87,10 @@ def load_parts(
             file, f"has metadata that make no {facts.architecture} model: {error}"
         ) from error
     weights = Weights(file, facts, model, keeps_blocks)
+    block = FurtherBlock(facts, model, keeps_blocks) if mtp else None
     _divide_frequencies(facts, model)
     of_decoder, of_model = causal_model_of(model, weights.read)
-    if mtp:
-        found = mtp_of_file(facts, model, of_model, keeps_blocks=keeps_blocks)
-        of_model = of_model._replace(mtp=found)
+    if block is not None:
+        _divide_frequencies(facts, block.layer)
+        of_model = of_model._replace(mtp=mtp_of(block.layer, of_model, block.read))
     return model, of_decoder, of_model

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-
-from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
 from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.weights import Weights, is_of_block
 
-__all__ = ["mtp_of_file"]
+__all__ = ["FurtherBlock"]
 
+_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next")
 _LAYER = "model.layers.0."
 # Parameters that are beside the layer: names of what they are in the file.
 _BESIDE = {
@@ -24,15 +22,54 @@ _BESIDE = {
 _PREFIX = "nextn."
 
 
-class _Weights(Weights):
-    """The tensors of a block by the names of a model of one layer, and of what is before it.
+class FurtherBlock(Weights):
+    """The tensors of a block, as those of a model of one layer and of what is before it.
 
     The embedding and the head are the model's.
+
+    Parameters
+    ----------
+    facts
+        Of the file.
+    model
+        That of the file, whose parameters have no values.
+    keeps_blocks : bool
+        Whether matrices in blocks stay what they are.
+
+    Attributes
+    ----------
+    layer
+        The model of one layer, whose parameters have no values.
+
+    Raises
+    ------
+    ValueError
+        The file has no such block, more than one, or other tensors than expected.
     """
 
-    def __init__(self, facts: Facts, layer: Any, block: int, keeps_blocks: bool) -> None:
-        self._block = block
-        super().__init__(facts.file, facts, layer, keeps_blocks)
+    def __init__(self, facts: Facts, model: Any, keeps_blocks: bool) -> None:
+        from lmdecode.integrations.transformers.decoding.mtp import mtp_layer
+
+        if facts.architecture not in _ARCHITECTURES:
+            raise refused(
+                facts.file,
+                f"is of {facts.architecture!r}, and mtp is True; expected one of "
+                f"{', '.join(_ARCHITECTURES)}",
+            )
+        key = "nextn_predict_layers"
+        count = facts.count(key, 0, least=0)
+        if count != 1:
+            found = f"has {count} for" if facts.has(key) else "has no"
+            raise refused(
+                facts.file, f"{found} {facts.architecture}.{key}; expected 1, as mtp is True"
+            )
+        self._block = model.config.num_hidden_layers
+        for name, part in (("embed_tokens", "embedding"), ("shared_head_head", "head")):
+            own = f"blk.{self._block}.{_PREFIX}{name}.weight"
+            if own in facts.file.tensors:
+                raise refused(facts.file, f"has {own}; expected none: the model's {part} is used")
+        self.layer = mtp_layer(model)
+        super().__init__(facts.file, facts, self.layer, keeps_blocks)
 
     def _in_file(self, parameter: str) -> str:
         if parameter in _BESIDE:
@@ -59,38 +96,5 @@ class _Weights(Weights):
         return {name for name in self._file.tensors if is_of_block(name, self._block)}
 
     def read(self, parameter: str) -> Any:
-        """Return a parameter's values; the projection is floats, as its columns are cut."""
-        found = super().read(self._in_file(parameter))
-        is_cut = parameter == "fc.weight" and not isinstance(found, Tensor)
-        return found.dequantize() if is_cut else found
-
-
-def mtp_of_file(
-    facts: Facts, model: Any, weights: CausalWeights, *, keeps_blocks: bool
-) -> tuple[CausalConfig, CausalWeights]:
-    """Return the config and the weights of what predicts further tokens.
-
-    Parameters
-    ----------
-    facts
-        Of the file.
-    model, weights
-        The model of the file, whose parameters have no values, and its weights.
-    keeps_blocks : bool
-        Whether matrices in blocks stay what they are.
-
-    Raises
-    ------
-    ValueError
-        The file has none, or other tensors than expected.
-    """
-    from lmdecode.integrations.transformers.decoding.mtp import mtp_layer, mtp_of
-
-    layer = mtp_layer(model)
-    if (count := facts.count("nextn_predict_layers", 0, least=0)) != 1:
-        raise refused(
-            facts.file,
-            f"has {count} for {facts.architecture}.nextn_predict_layers; expected 1 with mtp=True",
-        )
-    of_block = _Weights(facts, layer, model.config.num_hidden_layers, keeps_blocks)
-    return mtp_of(layer, weights, of_block.read)
+        """Return the values of a parameter of the layer, or of what is before it."""
+        return super().read(self._in_file(parameter))

@@ -8,9 +8,9 @@ from typing import Any
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
 from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
-from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
 from lmdecode.integrations.transformers.decoding.causal_models.values import wide
 from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, empty_model
+from lmdecode.linear.quantized_weight import split_columns
 
 __all__ = ["mtp_layer", "mtp_of", "mtp_of_folder"]
 
@@ -18,6 +18,10 @@ _TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_n
 _PREFIX = "mtp."
 _OWN = ("fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 _IN_MODEL = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "logits"}
+
+
+def _refused(what: str) -> ValueError:
+    return ValueError(f"Decoding.from_pretrained: {what}")
 
 
 def _name(parameter: str) -> str:
@@ -32,14 +36,14 @@ def _check(checkpoint: Checkpoint, model: Any, size: int) -> None:
     expected |= {_PREFIX + name: own.get(name, [size]) for name in _OWN}
     for name, shape in expected.items():
         if not checkpoint.has(name, shape):
-            raise refused(f"the folder has no {name} of shape {shape}; expected it with mtp=True")
+            raise _refused(f"the folder has no {name} of shape {shape}; expected it with mtp=True")
     others = sorted(
         name
         for name in checkpoint.names
         if name.startswith(_PREFIX) and name not in expected and ".experts." not in name
     )
     if others:
-        raise refused(
+        raise _refused(
             f"the folder has {len(others)} more tensors of mtp, {others[0]} the first; expected "
             "those of one layer, without an embedding of its own"
         )
@@ -55,7 +59,7 @@ def mtp_layer(model: Any) -> Any:
     """
     kind = model.config.model_type
     if kind not in _TYPES:
-        raise refused(f"mtp is True for a model of {kind!r}; expected one of {', '.join(_TYPES)}")
+        raise _refused(f"mtp is True for a model of {kind!r}; expected one of {', '.join(_TYPES)}")
     config = copy.deepcopy(model.config.get_text_config())
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
     return empty_model(config)
@@ -64,7 +68,7 @@ def mtp_layer(model: Any) -> Any:
 def mtp_of(
     layer: Any, weights: CausalWeights, read: Callable[[str], Any]
 ) -> tuple[CausalConfig, CausalWeights]:
-    """Return the config and the weights of what predicts further tokens.
+    """Return the config and the weights of such a layer and of what is before it.
 
     Parameters
     ----------
@@ -83,18 +87,19 @@ def mtp_of(
     config, of_layer = causal_model_of(layer, shared_or_own)
     size = config.model_size
     projection, *gammas = map(read, _OWN)
+    halves: tuple[Any, Any] = split_columns(projection, size)
     return config, of_layer._replace(
         embedding_norm_gamma=1.0 + wide(gammas[0]),
         hidden_norm_gamma=1.0 + wide(gammas[1]),
-        embedding_projection=projection[:, :size],
-        hidden_projection=projection[:, size:],
+        embedding_projection=halves[0],
+        hidden_projection=halves[1],
     )
 
 
 def mtp_of_folder(
     model: Any, weights: CausalWeights, checkpoint: Checkpoint
 ) -> tuple[CausalConfig, CausalWeights]:
-    """Return the config and the weights of what predicts further tokens.
+    """Return the config and the weights of what predicts further tokens, of a folder.
 
     Parameters
     ----------
