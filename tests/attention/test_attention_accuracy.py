@@ -28,6 +28,21 @@ def test_error_at_large_heads_is_that_of_torch(head_size: int) -> None:
     assert ours**0.5 <= 1.3 * theirs**0.5
 
 
+@pytest.mark.parametrize("head_size", [33, 64, 128])
+def test_error_of_a_step_is_that_of_torch(head_size: int) -> None:
+    """On average, of scores of some tens."""
+    ours = theirs = 0.0
+    for seed in range(100):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(2, 2, n, head_size, generator=generator) for n in (1, 40, 40))
+        exact = torch.softmax(q.double() @ k.double().mT, dim=-1) @ v.double()
+        plain = torch.softmax(q @ k.mT, dim=-1) @ v
+        out = lmdecode.sliding_window_decode(q, k, v, scale=1.0)
+        ours += (out - exact).abs().max().item()
+        theirs += (plain - exact).abs().max().item()
+    assert ours <= 1.3 * theirs
+
+
 def print_error_of_large_scores() -> None:
     """Print our error over torch's, for rows with scores of some tens."""
     ours = theirs = 0.0
