@@ -1,7 +1,7 @@
 """Errors against float64 are those of torch: of models that make much of the last bits.
 
 Other tests compare two float32 computations of such models. A CPU without FMA rounds each product,
-so there the two part further than these tests allow, though ours is as near to float64.
+so there ten of those tests fail, though ours is as near to float64.
 """
 
 from __future__ import annotations
