@@ -86,7 +86,7 @@ def load_parts(
         raise refused(
             file, f"has metadata that make no {facts.architecture} model: {error}"
         ) from error
-    weights = Weights(file, facts, model, keeps_blocks)
+    weights = Weights(facts, model, keeps_blocks)
     block = FurtherBlock(facts, model, keeps_blocks) if mtp else None
     _divide_frequencies(facts, model)
     of_decoder, of_model = causal_model_of(model, weights.read)

@@ -69,7 +69,7 @@ class FurtherBlock(Weights):
             if own in facts.file.tensors:
                 raise refused(facts.file, f"has {own}; expected none: the model's {part} is used")
         self.layer = mtp_layer(model)
-        super().__init__(facts.file, facts, self.layer, keeps_blocks)
+        super().__init__(facts, self.layer, keeps_blocks)
 
     def _in_file(self, parameter: str) -> str:
         if parameter in _BESIDE:
@@ -84,13 +84,10 @@ class FurtherBlock(Weights):
         return "output_norm.weight" if is_last and name not in self._file.tensors else name
 
     def _parameters(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for parameter, shape in super()._parameters(model):
-            if parameter in _BESIDE or parameter.startswith(_LAYER):
-                yield self._in_file(parameter), shape
-        size = model.config.hidden_size
-        yield self._in_file("fc.weight"), (size, 2 * size)
-        for parameter in ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"):
-            yield self._in_file(parameter), (size,)
+        from lmdecode.integrations.transformers.decoding.mtp import mtp_shapes
+
+        for parameter, shape in mtp_shapes(model).items():
+            yield self._in_file(parameter), shape
 
     def _tensors(self, model: Any) -> set[str]:
         return {name for name in self._file.tensors if is_of_block(name, self._block)}

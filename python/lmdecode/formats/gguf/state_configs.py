@@ -12,9 +12,7 @@ from lmdecode.formats.gguf.expert_config import (
 )
 from lmdecode.formats.gguf.facts import Facts, refused
 
-__all__ = [
-    "key_heads_of", "lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe",
-]  # fmt: skip
+__all__ = ["key_heads_of", "lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe"]
 
 _SIGMOID = 2  # of expert_gating_func
 

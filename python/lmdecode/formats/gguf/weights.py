@@ -15,7 +15,6 @@ from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.gemma4_config import unused_tensors
 from lmdecode.formats.gguf.mamba2 import is_vector, shape_in_file
 from lmdecode.formats.gguf.names import IGNORED, PERMUTED, PLUS_ONE, tensor_name
-from lmdecode.formats.gguf.reader import GgufFile
 from lmdecode.linear.quantized_weight import LinearWeight, index_rows
 
 __all__ = ["Weights", "is_of_block"]
@@ -29,7 +28,7 @@ class Weights:
 
     Parameters
     ----------
-    file, facts
+    facts
         Of the file.
     model
         The skeleton, whose parameters say what is expected.
@@ -37,8 +36,9 @@ class Weights:
         Whether matrices in blocks stay what they are.
     """
 
-    def __init__(self, file: GgufFile, facts: Facts, model: Any, keeps_blocks: bool) -> None:
-        self._file, self._architecture, self._keeps_blocks = file, facts.architecture, keeps_blocks
+    def __init__(self, facts: Facts, model: Any, keeps_blocks: bool) -> None:
+        self._file, self._architecture = facts.file, facts.architecture
+        self._keeps_blocks = keeps_blocks
         config = model.config
         self._heads = dict[str, int]()
         if self._architecture in PERMUTED:  # whose layers are alike

@@ -12,7 +12,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.values import wid
 from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, empty_model
 from lmdecode.linear.quantized_weight import split_columns
 
-__all__ = ["mtp_layer", "mtp_of", "mtp_of_folder"]
+__all__ = ["mtp_layer", "mtp_of", "mtp_of_folder", "mtp_shapes"]
 
 _TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 _PREFIX = "mtp."
@@ -29,11 +29,19 @@ def _name(parameter: str) -> str:
     return _PREFIX + parameter.removeprefix("model.")
 
 
-def _check(checkpoint: Checkpoint, model: Any, size: int) -> None:
-    shapes = {name: list(value.shape) for name, value in model.named_parameters()}
-    expected = {_name(name): shape for name, shape in shapes.items() if name not in _IN_MODEL}
-    own = {"fc.weight": [size, 2 * size]}
-    expected |= {_PREFIX + name: own.get(name, [size]) for name in _OWN}
+def mtp_shapes(layer: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of such a layer and of what is before it.
+
+    Those of the model, embedding and head, are not among them.
+    """
+    size = layer.config.hidden_size
+    shapes = {name: tuple(value.shape) for name, value in layer.named_parameters()}
+    own = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in _OWN}
+    return {name: shape for name, shape in shapes.items() if name not in _IN_MODEL} | own
+
+
+def _check(checkpoint: Checkpoint, layer: Any) -> None:
+    expected = {_name(name): list(shape) for name, shape in mtp_shapes(layer).items()}
     for name, shape in expected.items():
         if not checkpoint.has(name, shape):
             raise _refused(f"the folder has no {name} of shape {shape}; expected it with mtp=True")
@@ -114,5 +122,5 @@ def mtp_of_folder(
         The folder has none, or other tensors than expected.
     """
     layer = mtp_layer(model)
-    _check(checkpoint, layer, layer.config.hidden_size)
+    _check(checkpoint, layer)
     return mtp_of(layer, weights, lambda name: checkpoint.read(_name(name)))
