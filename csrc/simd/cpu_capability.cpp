@@ -32,6 +32,16 @@ CpuCapability best_of_vectors() {
 }
 
 #if defined(__x86_64__) && defined(__linux__)
+// What the level of tiles is compiled with beside them.
+bool has_vectors_of_tiles() {
+  return best_of_vectors() == CpuCapability::kAvx512 && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+
+#if defined(LMDECODE_AMX_EMULATION)
+// A build for tests: tests/cpp/amx_emulation stands for the tiles of an Intel processor.
+bool has_tiles() { return has_vectors_of_tiles(); }
+#else
 // Whether this process may use the registers of tiles: asked for once, threads inherit it. Refused
 // by kernels before 5.16 and by some containers.
 bool request_tile_permission() {
@@ -49,10 +59,10 @@ bool has_tile_instructions() {
 
 bool has_tiles() {
   static const bool has =
-      best_of_vectors() == CpuCapability::kAvx512 && __builtin_cpu_supports("avx512bf16") &&
-      __builtin_cpu_supports("avx512vnni") && has_tile_instructions() && request_tile_permission();
+      has_vectors_of_tiles() && has_tile_instructions() && request_tile_permission();
   return has;
 }
+#endif
 #else
 bool has_tiles() { return false; }
 #endif
@@ -84,8 +94,13 @@ bool use_avx512_bf16() {
   // Intel's processors multiply pairs of bfloat16 at half the speed of floats (a Granite Rapids:
   // 125 GFLOP/s where FMA has 190 to 245). By the vendor, not by a measurement: every process of a
   // machine has the same bits.
+#if defined(LMDECODE_AMX_EMULATION)
+  const bool is_intel = cpu_capability() == CpuCapability::kAmx;
+#else
+  const bool is_intel = __builtin_cpu_is("intel");
+#endif
   return cpu_capability() >= CpuCapability::kAvx512 && __builtin_cpu_supports("avx512bf16") &&
-         !__builtin_cpu_is("intel");
+         !is_intel;
 #else
   return false;
 #endif

@@ -180,6 +180,33 @@ TEST(products_of_bytes_are_sums) {
   }
 }
 
+TEST(products_of_pairs_have_the_order_of_the_manual) {
+  Numbers numbers(4);
+  for (int i = 0; i < 300; ++i) {
+    const Product p(&numbers, true);
+    const Matrix result = p.emulated(&amx_emulation::dpbf16ps);
+    const auto element = [](const Matrix& matrix, int row, int number) {
+      uint16_t bits = 0;
+      std::memcpy(&bits, &matrix.bytes[static_cast<size_t>(64 * row + 2 * number)], 2);
+      return float_of_bits(static_cast<uint32_t>(bits) << 16);
+    };
+    const auto add = &amx_emulation::flushed_multiply_add;
+    for (int row = 0; row < p.rows; ++row) {
+      for (int column = 0; column < p.columns; ++column) {
+        float chain[2] = {0.0f, 0.0f}, c = 0.0f, got = 0.0f;
+        for (int e = 0; e < 2 * p.depth; ++e) {
+          chain[e % 2] =
+              add(element(p.a, row, e), element(p.b, e / 2, 2 * column + e % 2), chain[e % 2]);
+        }
+        const size_t at = static_cast<size_t>(64 * row + 4 * column);
+        std::memcpy(&c, &p.c.bytes[at], 4);
+        std::memcpy(&got, &result.bytes[at], 4);
+        CHECK(same(got, add(c, 1.0f, add(chain[0], 1.0f, chain[1]))));
+      }
+    }
+  }
+}
+
 TEST(products_of_pairs_are_close_to_sums_in_double_precision) {
   Numbers numbers(3);
   for (int i = 0; i < 50; ++i) {
