@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import lmdecode
 from lmdecode.demo.cmudict_words import (
     SAMPLE,
     ErrorRates,
@@ -182,7 +183,9 @@ def test_rounded_weights_keep_the_word_error_rate() -> None:
     words = {word: words[word] for word in words if split_of(word) == "test"}
     ordered = sorted(words, key=len)
     name = f"all {len(words):,} held-out words"
-    stated = {dtype: _stated(f"{name}, {dtype}") for dtype in ("float32", "bfloat16", "int8")}
+    units = ", matrix units" if lmdecode.cpu_capability() == "amx" else ""
+    stated = {"float32": _stated(f"{name}, float32")}
+    stated |= {dtype: _stated(f"{name}, {dtype}{units}") for dtype in ("bfloat16", "int8")}
     for place, num_beams in enumerate((1, 4, 8)):
         rates = {}
         for dtype in stated:

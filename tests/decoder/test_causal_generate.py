@@ -25,14 +25,7 @@ from transformers.generation import utils as generation_utils
 import lmdecode
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.integrations.transformers import beam_search, sample
-from tests.support.causal_models import (
-    CASES,
-    EOS,
-    PAD,
-    VOCAB,
-    random_model,
-    random_tokens,
-)
+from tests.support.causal_models import CASES, EOS, PAD, VOCAB, random_model, random_tokens
 from tests.support.word_tokenizer import word_tokenizer
 
 cases = pytest.mark.parametrize(("architecture", "variant"), CASES)
@@ -55,11 +48,14 @@ def ragged(first_seed: int = 0, rows: int = 4) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
 
-def check_same(got: Any, expected: Any) -> None:
-    """The same tokens and beams; numbers up to 10 within 1e-4, larger ones in proportion.
+# Seeds of prompts: of these two models with which transformers' own logits are within half of the
+# tolerance of float64 (with the first ones 0.7 and 1.3 of it), and with which no two beams tie.
+GREEDY_SEEDS = {("granite", "plain"): 7, ("qwen3_5_moe_text", "plain"): 1}
+BEAM_SEEDS = {("qwen3", "plain"): 2}
 
-    Either float32 computation of these models' logits is that far from float64.
-    """
+
+def check_same(got: Any, expected: Any) -> None:
+    """The same tokens and beams; numbers up to 10 within 1e-4, larger ones in proportion."""
     if isinstance(expected, Tensor):
         assert got.equal(expected)
         return
@@ -88,18 +84,19 @@ def check(case: tuple[str, str], inputs: Any = None, **arguments: Any) -> Any:
 def test_greedy_tokens(architecture: str, variant: str) -> None:
     """Of left-padded prompts, over many windows."""
     options = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
-    got = check((architecture, variant), max_new_tokens=130, **options)
+    prompts = ragged(GREEDY_SEEDS.get((architecture, variant), 0))
+    got = check((architecture, variant), prompts, max_new_tokens=130, **options)
     assert got.sequences.shape == (4, 150) and len(got.logits) == 130
     assert got.past_key_values is None
 
 
 @cases
 def test_beams(architecture: str, variant: str) -> None:
-    """Behind these prompts no two candidates of the fourth place score the same in float32."""
     options = {"output_scores": True, "return_dict_in_generate": True, "eos_token_id": None}
     results = 1 + len(variant) % 4
+    prompts = ragged(BEAM_SEEDS.get((architecture, variant), 1))
     got = check(
-        (architecture, variant), ragged(1), num_beams=4, num_return_sequences=results,
+        (architecture, variant), prompts, num_beams=4, num_return_sequences=results,
         max_new_tokens=66, **options,
     )  # fmt: skip
     assert got.sequences.shape == (4 * results, 86)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lmdecode
 from lmdecode.decoder.encoder import (
     EncoderConfig,
     EncoderLayerWeights,
@@ -107,8 +108,9 @@ def test_formats(switches: tuple[Any, ...], weight_format: str) -> None:
     rows, tokens = rows_of(MANY), torch.randint(VOCAB, (sum(MANY),))
     got = PackedEncoder(config, weights, weight_format).forward(*rows, tokens=tokens)
     want = encoder_forward(
-        config, weights, *rows, tokens=tokens, weight_format=weight_format, dtype=torch.float64
-    )
+        config, weights, *rows, tokens=tokens, weight_format=weight_format, dtype=torch.float64,
+        attention_dtype=torch.bfloat16 if lmdecode.cpu_capability() == "amx" else None,
+    )  # fmt: skip
     of_rows = (got - want).abs().amax(1) / want.abs().max()
     assert of_rows.median() < 1e-6
     assert of_rows.max() < 0.02

@@ -92,10 +92,18 @@ def _attend(
     v: Tensor,
     visible: Tensor | None,
     bias: Tensor | None,
+    factor_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[B, T, heads * size] of each; visible, None: all, broadcasts to [B, heads, T, S] scores."""
+    """[B, T, heads * size] of each; visible, None: all, broadcasts to [B, heads, T, S] scores.
+
+    Both products are of factors rounded to factor_dtype, if it is given.
+    """
+
+    def rounded(x: Tensor) -> Tensor:
+        return x if factor_dtype is None else x.to(factor_dtype).to(x.dtype)
+
     assert config.attention_scale is not None
-    q, k, v = (_heads(config, x) for x in (q, k, v))
+    q, k, v = (rounded(_heads(config, x)) for x in (q, k, v))
     if k.shape[2] == 0:
         return torch.zeros_like(q).transpose(1, 2).flatten(2)
     scores = (q * config.attention_scale) @ k.transpose(2, 3)
@@ -108,7 +116,7 @@ def _attend(
     divisor = weights.sum(dim=-1, keepdim=True)
     if isinstance(config, DecoderConfig):
         divisor = divisor + config.denominator_epsilon
-    out = (weights / divisor.masked_fill(divisor == 0, 1.0)) @ v
+    out = (rounded(weights) / divisor.masked_fill(divisor == 0, 1.0)) @ v
     return out.transpose(1, 2).flatten(2)
 
 
@@ -119,10 +127,15 @@ def self_attention(
     visible: Tensor | None,
     bias: Tensor | None,
     linear: Linear = F.linear,
+    factor_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Apply self-attention to x, [B, T, D]; visible masks the scores, bias is added to them."""
+    """Apply self-attention to x, [B, T, D]; visible masks the scores, bias is added to them.
+
+    What attention multiplies is rounded to factor_dtype, if it is given.
+    """
     q, k, v = linear(x, w.qkv, w.qkv_bias).chunk(3, dim=-1)
-    return linear(_attend(config, q, k, v, visible, bias), w.self_out, w.self_out_bias)
+    attended = _attend(config, q, k, v, visible, bias, factor_dtype)
+    return linear(attended, w.self_out, w.self_out_bias)
 
 
 def _relative_bias(relative_bias: Tensor | None, length: int) -> Tensor | None:

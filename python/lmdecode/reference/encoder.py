@@ -36,13 +36,17 @@ def _layer(
     relative_bias: Tensor | None,
     x: Tensor,
     linear: Linear,
+    attention_dtype: torch.dtype | None,
 ) -> Tensor:
     """Apply a layer to a sequence, [T, D]; relative_bias is the layer's own, [heads, 2 n - 1]."""
     bias = None
     if relative_bias is not None:
         places, middle = torch.arange(x.shape[0]), relative_bias.shape[1] // 2
         bias = relative_bias[:, places - places[:, None] + middle]
-    attention = partial(self_attention, config, w, visible=None, bias=bias, linear=linear)
+    attention = partial(
+        self_attention, config, w, visible=None, bias=bias, linear=linear,
+        factor_dtype=attention_dtype,
+    )  # fmt: skip
     ffn = partial(feed_forward, config, w, linear=linear)
     x = residual(config, x[None], w.self_norm_gamma, w.self_norm_beta, attention)
     return residual(config, x, w.ffn_norm_gamma, w.ffn_norm_beta, ffn)[0]
@@ -59,6 +63,7 @@ def encoder_forward(
     inputs: Tensor | None = None,
     weight_format: str = "float32",
     dtype: torch.dtype = torch.float32,
+    attention_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the encoder's output.
 
@@ -73,6 +78,9 @@ def encoder_forward(
         for float32, whose products are computed in ``dtype``.
     dtype : torch.dtype
         float32 or float64. The rest is computed in it.
+    attention_dtype : torch.dtype, optional
+        Queries, keys, values and weights of attention are rounded to it: to bfloat16 is what the op
+        does where ``cpu_capability()`` is "amx" and the weights are no float32.
 
     Returns
     -------
@@ -101,7 +109,8 @@ def encoder_forward(
         w = EncoderLayerWeights(*map(wide, layer))  # type: ignore[arg-type]
         table = wide(bias_of_layer(config, weights.relative_bias, number))
         sequences = x.tensor_split(row_begins[1:-1])
-        x = torch.cat([_layer(config, w, table, rows, linear) for rows in sequences])
+        options = (linear, attention_dtype)
+        x = torch.cat([_layer(config, w, table, rows, *options) for rows in sequences])
     if weights.final_norm_gamma is None:
         return x
     return normed(config, x, wide(weights.final_norm_gamma), wide(weights.final_norm_beta))
