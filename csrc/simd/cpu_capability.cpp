@@ -94,10 +94,9 @@ bool use_avx512_bf16() {
   // Intel's processors multiply pairs of bfloat16 at half the speed of floats (a Granite Rapids:
   // 125 GFLOP/s where FMA has 190 to 245). By the vendor, not by a measurement: every process of a
   // machine has the same bits.
+  bool is_intel = __builtin_cpu_is("intel");
 #if defined(LMDECODE_AMX_EMULATION)
-  const bool is_intel = cpu_capability() == CpuCapability::kAmx;
-#else
-  const bool is_intel = __builtin_cpu_is("intel");
+  is_intel |= cpu_capability() == CpuCapability::kAmx;  // whose tiles are emulated
 #endif
   return cpu_capability() >= CpuCapability::kAvx512 && __builtin_cpu_supports("avx512bf16") &&
          !is_intel;

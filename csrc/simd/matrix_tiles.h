@@ -1,5 +1,5 @@
 // The tiles of Intel's matrix units (AMX): eight registers of at most 16 rows of 64 bytes. Under
-// LMDECODE_AMX_EMULATION they come from tests/cpp/amx_emulation, in plain C++.
+// LMDECODE_AMX_EMULATION they come from tests/cpp/amx_emulation, in C++.
 //
 //   c [rows, 16] 32-bit += a [rows, pairs or quads] b [pairs or quads, 16]
 //

@@ -48,10 +48,10 @@ def ragged(first_seed: int = 0, rows: int = 4) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
 
-# Seeds of prompts: of these two models with which transformers' own logits are within half of the
-# tolerance of float64 (with the first ones 0.7 and 1.3 of it), and with which no two beams tie.
-GREEDY_SEEDS = {("granite", "plain"): 7, ("qwen3_5_moe_text", "plain"): 1}
-BEAM_SEEDS = {("qwen3", "plain"): 2}
+# Seeds of prompts. With the first ones transformers' own logits of these models are 0.7 and 1.3 of
+# the tolerance away from float64, with these 0.6 and 0.4.
+GREEDY_SEEDS = {("granite", "plain"): 6, ("qwen3_5_moe_text", "plain"): 1}
+BEAM_SEEDS = {("qwen3", "plain"): 2}  # behind these no two beams score the same in float32
 
 
 def check_same(got: Any, expected: Any) -> None:

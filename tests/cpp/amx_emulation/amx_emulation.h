@@ -1,4 +1,4 @@
-// Intel's tile registers in plain C++, with the arithmetic of its manual: what
+// Intel's tile registers in C++, with the arithmetic of its manual: what
 // csrc/simd/matrix_tiles.h is under LMDECODE_AMX_EMULATION. Memory is read and written row by row,
 // so that the sanitizers see each access. What the processor would fault at ends the process with a
 // line that says why: an instruction without a configuration, sizes that do not fit.
@@ -17,6 +17,10 @@ void store(int tile, void* rows, int64_t row_stride);
 void dpbf16ps(int c, int a, int b);
 void dpbusd(int c, int a, int b);
 void dpbsud(int c, int a, int b);
+
+// Products have the same bits one number at a time and by vectors of AVX-512, which are taken where
+// the machine has them, unless they are not allowed.
+void allow_vectors(bool allowed);
 
 // Whether this thread's registers are in use: not before a configuration, nor after a release.
 bool in_use();

@@ -153,58 +153,91 @@ struct Product {
   }
 };
 
-TEST(products_of_bytes_are_sums) {
-  Numbers numbers(2);
-  for (int i = 0; i < 200; ++i) {
-    const Product p(&numbers, false);
-    const Matrix unsigned_a = p.emulated(&amx_emulation::dpbusd);
-    const Matrix signed_a = p.emulated(&amx_emulation::dpbsud);
-    for (int row = 0; row < p.rows; ++row) {
-      for (int column = 0; column < p.columns; ++column) {
-        const size_t at = static_cast<size_t>(64 * row + 4 * column);
-        int32_t c = 0, got[2];
-        std::memcpy(&c, &p.c.bytes[at], 4);
-        std::memcpy(&got[0], &unsigned_a.bytes[at], 4);
-        std::memcpy(&got[1], &signed_a.bytes[at], 4);
-        int64_t want[2] = {c, c};
-        for (int e = 0; e < 4 * p.depth; ++e) {
-          const uint8_t a = p.a.bytes[static_cast<size_t>(64 * row + e)];
-          const uint8_t b = p.b.bytes[static_cast<size_t>(64 * (e / 4) + 4 * column + e % 4)];
-          want[0] += a * static_cast<int8_t>(b);
-          want[1] += static_cast<int8_t>(a) * b;
-        }
-        CHECK_EQ(got[0], static_cast<int32_t>(want[0]));
-        CHECK_EQ(got[1], static_cast<int32_t>(want[1]));
+// Products by vectors where the machine has them, then one number at a time.
+template <class Check>
+void with_and_without_vectors(const Check& check) {
+  for (const bool allowed : {true, false}) {
+    amx_emulation::allow_vectors(allowed);
+    check();
+  }
+  amx_emulation::allow_vectors(true);
+}
+
+void check_sums_of_bytes(const Product& p) {
+  const Matrix unsigned_a = p.emulated(&amx_emulation::dpbusd);
+  const Matrix signed_a = p.emulated(&amx_emulation::dpbsud);
+  for (int row = 0; row < p.rows; ++row) {
+    for (int column = 0; column < p.columns; ++column) {
+      const size_t at = static_cast<size_t>(64 * row + 4 * column);
+      int32_t c = 0, got[2];
+      std::memcpy(&c, &p.c.bytes[at], 4);
+      std::memcpy(&got[0], &unsigned_a.bytes[at], 4);
+      std::memcpy(&got[1], &signed_a.bytes[at], 4);
+      int64_t want[2] = {c, c};
+      for (int e = 0; e < 4 * p.depth; ++e) {
+        const uint8_t a = p.a.bytes[static_cast<size_t>(64 * row + e)];
+        const uint8_t b = p.b.bytes[static_cast<size_t>(64 * (e / 4) + 4 * column + e % 4)];
+        want[0] += a * static_cast<int8_t>(b);
+        want[1] += static_cast<int8_t>(a) * b;
       }
+      CHECK_EQ(got[0], static_cast<int32_t>(want[0]));
+      CHECK_EQ(got[1], static_cast<int32_t>(want[1]));
+    }
+  }
+}
+
+TEST(products_of_bytes_are_sums) {
+  with_and_without_vectors([] {
+    Numbers numbers(2);
+    for (int i = 0; i < 200; ++i) check_sums_of_bytes(Product(&numbers, false));
+  });
+}
+
+void check_order_of_the_manual(const Product& p) {
+  const Matrix result = p.emulated(&amx_emulation::dpbf16ps);
+  const auto element = [](const Matrix& matrix, int row, int number) {
+    uint16_t bits = 0;
+    std::memcpy(&bits, &matrix.bytes[static_cast<size_t>(64 * row + 2 * number)], 2);
+    return float_of_bits(static_cast<uint32_t>(bits) << 16);
+  };
+  const auto add = &amx_emulation::flushed_multiply_add;
+  for (int row = 0; row < p.rows; ++row) {
+    for (int column = 0; column < p.columns; ++column) {
+      float chain[2] = {0.0f, 0.0f}, c = 0.0f, got = 0.0f;
+      for (int e = 0; e < 2 * p.depth; ++e) {
+        chain[e % 2] =
+            add(element(p.a, row, e), element(p.b, e / 2, 2 * column + e % 2), chain[e % 2]);
+      }
+      const size_t at = static_cast<size_t>(64 * row + 4 * column);
+      std::memcpy(&c, &p.c.bytes[at], 4);
+      std::memcpy(&got, &result.bytes[at], 4);
+      CHECK(same(got, add(c, 1.0f, add(chain[0], 1.0f, chain[1]))));
     }
   }
 }
 
 TEST(products_of_pairs_have_the_order_of_the_manual) {
-  Numbers numbers(4);
-  for (int i = 0; i < 300; ++i) {
-    const Product p(&numbers, true);
+  with_and_without_vectors([] {
+    Numbers numbers(4);
+    for (int i = 0; i < 300; ++i) check_order_of_the_manual(Product(&numbers, true));
+  });
+}
+
+TEST(sums_that_are_subnormal_are_0) {
+  with_and_without_vectors([] {
+    Numbers numbers(5);
+    Product p(&numbers, true);
+    p.rows = p.columns = p.depth = 1;
+    // 2^-63 * -2^-63 + 0 * 0, added to 1.5 * 2^-126.
+    const uint32_t a = 0x2000u, b = 0xa000u, c = 0x00c00000u;
+    std::memcpy(p.a.bytes.data(), &a, 4);
+    std::memcpy(p.b.bytes.data(), &b, 4);
+    std::memcpy(p.c.bytes.data(), &c, 4);
     const Matrix result = p.emulated(&amx_emulation::dpbf16ps);
-    const auto element = [](const Matrix& matrix, int row, int number) {
-      uint16_t bits = 0;
-      std::memcpy(&bits, &matrix.bytes[static_cast<size_t>(64 * row + 2 * number)], 2);
-      return float_of_bits(static_cast<uint32_t>(bits) << 16);
-    };
-    const auto add = &amx_emulation::flushed_multiply_add;
-    for (int row = 0; row < p.rows; ++row) {
-      for (int column = 0; column < p.columns; ++column) {
-        float chain[2] = {0.0f, 0.0f}, c = 0.0f, got = 0.0f;
-        for (int e = 0; e < 2 * p.depth; ++e) {
-          chain[e % 2] =
-              add(element(p.a, row, e), element(p.b, e / 2, 2 * column + e % 2), chain[e % 2]);
-        }
-        const size_t at = static_cast<size_t>(64 * row + 4 * column);
-        std::memcpy(&c, &p.c.bytes[at], 4);
-        std::memcpy(&got, &result.bytes[at], 4);
-        CHECK(same(got, add(c, 1.0f, add(chain[0], 1.0f, chain[1]))));
-      }
-    }
-  }
+    uint32_t got = 1;
+    std::memcpy(&got, result.bytes.data(), 4);
+    CHECK_EQ(got, 0u);
+  });
 }
 
 TEST(products_of_pairs_are_close_to_sums_in_double_precision) {
