@@ -13,7 +13,8 @@
 #
 # Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
 # network. The tests have a second one beside it, with transformers 4.38.2: the last releases with a BeamSearchScorer
-# cannot share an environment with transformers 5. vLLM, Ray, emulated units and real models have their own, which make test leaves alone.
+# cannot share an environment with transformers 5. vLLM, Ray, emulated matrix units and real models have their own, which
+# make test leaves alone.
 # Variables: PYTHON (3.11 or later), VENV, VLLM_VENV, RAY_VENV and MODELS_VENV (environments with vLLM, Ray and real models),
 # CXX, JOBS; ARGS goes to the tests of the first environment and to those of these four.
 
@@ -154,10 +155,12 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	@touch $@
 
 # An environment on top of $(VENV): torch, lmdecode and what the tests need come from there, behind its own packages.
+# Or, with another second argument, a line of a .pth where %s is the folder of packages: of a folder alone the .pth files
+# are not run, and the editable lmdecode is not seen.
 define NEW_ENVIRONMENT
 $(BIN)/python -m venv --clear $(1)
 @packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-  echo "import site; site.addsitedir('$$packages')" \
+  printf "$(or $(2),import site; site.addsitedir('%s'))\n" "$$packages" \
   >$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_lmdecode_venv.pth
 endef
 
@@ -166,14 +169,11 @@ $(TRANSFORMERS_4_38)/.deps: $(VENV)/.deps Makefile
 	$(TRANSFORMERS_4_38)/bin/pip install --quiet $(foreach package,$(TRANSFORMERS_4_38_DEPS),"$(package)")
 	@touch $@
 
-# The packages of $(VENV) without its editable lmdecode: a folder of a .pth is searched, its own .pth files are not run.
 $(AMX_VENV)/.built: $(VENV)/.deps $(SOURCES) $(shell find python -type f -not -path '*/__pycache__/*') \
     tests/cpp/amx_emulation/amx_emulation.cpp tests/cpp/amx_emulation/amx_emulation.h
-	$(BIN)/python -m venv $(AMX_VENV)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  >$$($(AMX_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_lmdecode_packages.pth
-	CXX=$(CXX) $(AMX_VENV)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall . \
-	  --config-settings=build-dir=$(AMX_VENV)/build --config-settings=cmake.define.LMDECODE_AMX_EMULATION=ON \
+	$(call NEW_ENVIRONMENT,$(AMX_VENV),%s)
+	CXX=$(CXX) $(AMX_VENV)/bin/pip install --quiet --no-build-isolation --no-deps . \
+	  --config-settings=build-dir=$(AMX_VENV)-build --config-settings=cmake.define.LMDECODE_AMX_EMULATION=ON \
 	  --config-settings=cmake.define.LMDECODE_BUILD_CUDA=OFF
 	@touch $@
 
@@ -197,4 +197,4 @@ $(MODELS_VENV)/.deps: | $(VENV)/.deps
 	@touch $@
 
 clean:
-	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(VENV)-amx $(VENV)-vllm $(VENV)-ray $(VENV)-models
+	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(AMX_VENV) $(AMX_VENV)-build $(VENV)-vllm $(VENV)-ray $(VENV)-models

@@ -48,14 +48,16 @@ def ragged(first_seed: int = 0, rows: int = 4) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
 
-# Seeds of prompts. With the first ones transformers' own logits of these models are 0.7 and 1.3 of
-# the tolerance away from float64, with these 0.6 and 0.4.
-GREEDY_SEEDS = {("granite", "plain"): 6, ("qwen3_5_moe_text", "plain"): 1}
-BEAM_SEEDS = {("qwen3", "plain"): 2}  # behind these no two beams score the same in float32
+# With the first prompts transformers' own logits of this model are 1.3 times the tolerance of
+# check_same away from float64, with these 0.4.
+GREEDY_SEEDS = {("qwen3_5_moe_text", "plain"): 1}
 
 
 def check_same(got: Any, expected: Any) -> None:
-    """The same tokens and beams; numbers up to 10 within 1e-4, larger ones in proportion."""
+    """The same tokens and beams; numbers up to 10 within 1e-4, larger ones in proportion.
+
+    Either float32 computation of these models' logits is that far from float64.
+    """
     if isinstance(expected, Tensor):
         assert got.equal(expected)
         return
@@ -92,11 +94,11 @@ def test_greedy_tokens(architecture: str, variant: str) -> None:
 
 @cases
 def test_beams(architecture: str, variant: str) -> None:
+    """Behind these prompts no two candidates of the fourth place score the same in float32."""
     options = {"output_scores": True, "return_dict_in_generate": True, "eos_token_id": None}
     results = 1 + len(variant) % 4
-    prompts = ragged(BEAM_SEEDS.get((architecture, variant), 1))
     got = check(
-        (architecture, variant), prompts, num_beams=4, num_return_sequences=results,
+        (architecture, variant), ragged(1), num_beams=4, num_return_sequences=results,
         max_new_tokens=66, **options,
     )  # fmt: skip
     assert got.sequences.shape == (4 * results, 86)

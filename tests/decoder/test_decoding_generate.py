@@ -31,9 +31,9 @@ from transformers import (
 )
 from transformers.generation import utils as generation_utils
 
-# Seeds of models whose scores transformers itself computes in float32 within a tenth of the
-# tolerance of float64. With seeds 0 and 1 of mt5 it is 0.3 and 28 times the tolerance away.
-SEEDS = dict.fromkeys(MODELS, (0, 1)) | {"mt5": (2, 3), "t5_gated": (2, 3)}
+# Seeds of models. With seed 1 of mt5 transformers' own scores are 28 times the tolerance of check
+# away from float64.
+SEEDS = dict.fromkeys(MODELS, (0, 1)) | {"mt5": (0, 2), "t5_gated": (0, 2)}
 
 
 def check(kind: str, batch: int = 3, seed: int = 0, **arguments: Any) -> torch.Tensor:
@@ -289,14 +289,11 @@ def check_distance(ours: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor
 @pytest.mark.parametrize("num_beams", [1, 4])
 @pytest.mark.parametrize("arguments", STEP_RULES, ids=lambda a: "+".join(a))
 def test_scores_and_logits_of_each_step(arguments: dict[str, Any], num_beams: int) -> None:
-    # With seed 0 of t5 logits make too much of float32: transformers' are up to 3e-3 away from
-    # float64, ours 4e-3 to 8e-3, by the CPU capability.
-    for kind, seed in (("marian", 0), ("t5", 2)):
-        model, decoding = pair(kind, seed)
-        inputs = make_inputs(kind, seed=seed + 1)
-        arguments = arguments | inputs
+    for kind in ("marian", "t5"):
+        model, decoding = pair(kind)
+        arguments = arguments | make_inputs(kind)
         # Both of one memory: these models make much of its last bits. How much, float64 tells.
-        memory = model.get_encoder()(**inputs)
+        memory = model.get_encoder()(**make_inputs(kind))
         exact_memory = copy.copy(memory)
         exact_memory.last_hidden_state = memory.last_hidden_state.double()
         arguments |= dict(num_beams=num_beams, max_new_tokens=9, return_dict_in_generate=True)

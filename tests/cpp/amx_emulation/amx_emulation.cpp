@@ -118,7 +118,7 @@ void multiply_pairs(const Sizes& sizes, Tile& c, const Tile& a, const Tile& b) {
 
 bool has_vectors() {
   static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vnni");
-  return has;
+  return has && vectors_are_allowed;
 }
 
 // gcc 12 takes the undefined operand inside its shifts without a mask for an uninitialised
@@ -146,8 +146,9 @@ AMX_EMULATION_VECTORS void multiply_pairs_flushed(const Sizes& sizes, Tile& c, c
 }
 
 // The bytes of a without sign and those of b with sign, or the other way round.
-AMX_EMULATION_VECTORS void multiply_quads(const Sizes& sizes, Tile& c, const Tile& a, const Tile& b,
-                                          bool b_has_sign) {
+template <bool kIsBSigned>
+AMX_EMULATION_VECTORS void multiply_quads(const Sizes& sizes, Tile& c, const Tile& a,
+                                          const Tile& b) {
   const __mmask16 columns = static_cast<__mmask16>((1u << sizes.columns) - 1u);
   for (int row = 0; row < sizes.rows; ++row) {
     unsigned char* const to = c.bytes[row];
@@ -155,7 +156,7 @@ AMX_EMULATION_VECTORS void multiply_quads(const Sizes& sizes, Tile& c, const Til
     for (int k = 0; k < sizes.depth; ++k) {
       const __m512i left = _mm512_set1_epi32(read<int32_t>(a.bytes[row] + 4 * k));
       const __m512i right = _mm512_loadu_si512(b.bytes[k]);
-      sum = b_has_sign ? _mm512_dpbusd_epi32(sum, left, right)
+      sum = kIsBSigned ? _mm512_dpbusd_epi32(sum, left, right)
                        : _mm512_dpbusd_epi32(sum, right, left);
     }
     _mm512_mask_storeu_epi32(to, columns, sum);
@@ -171,9 +172,18 @@ void multiply_pairs_by_vectors(const Sizes& sizes, Tile& c, const Tile& a, const
 }
 #else
 bool has_vectors() { return false; }
-void multiply_quads(const Sizes&, Tile&, const Tile&, const Tile&, bool) {}
+template <bool kIsBSigned>
+void multiply_quads(const Sizes&, Tile&, const Tile&, const Tile&) {}
 void multiply_pairs_by_vectors(const Sizes&, Tile&, const Tile&, const Tile&) {}
 #endif
+
+using Product = void (*)(const Sizes& sizes, Tile& c, const Tile& a, const Tile& b);
+
+void multiply(int c_number, int a_number, int b_number, Product product) {
+  Tile& c = tile_of(c_number);
+  const Tile &a = tile_of(a_number), &b = tile_of(b_number);
+  product(sizes_of(c, a, b), c, a, b);
+}
 
 }  // namespace
 
@@ -238,27 +248,16 @@ void store(int number, void* rows, int64_t row_stride) {
   }
 }
 
-void dpbf16ps(int c_number, int a_number, int b_number) {
-  Tile& c = tile_of(c_number);
-  const Tile &a = tile_of(a_number), &b = tile_of(b_number);
-  const Sizes sizes = sizes_of(c, a, b);
-  has_vectors() ? multiply_pairs_by_vectors(sizes, c, a, b) : multiply_pairs(sizes, c, a, b);
+void dpbf16ps(int c, int a, int b) {
+  multiply(c, a, b, has_vectors() ? &multiply_pairs_by_vectors : &multiply_pairs);
 }
 
-void dpbusd(int c_number, int a_number, int b_number) {
-  Tile& c = tile_of(c_number);
-  const Tile &a = tile_of(a_number), &b = tile_of(b_number);
-  const Sizes sizes = sizes_of(c, a, b);
-  has_vectors() ? multiply_quads(sizes, c, a, b, true)
-                : multiply_bytes<uint8_t, int8_t>(sizes, c, a, b);
+void dpbusd(int c, int a, int b) {
+  multiply(c, a, b, has_vectors() ? &multiply_quads<true> : &multiply_bytes<uint8_t, int8_t>);
 }
 
-void dpbsud(int c_number, int a_number, int b_number) {
-  Tile& c = tile_of(c_number);
-  const Tile &a = tile_of(a_number), &b = tile_of(b_number);
-  const Sizes sizes = sizes_of(c, a, b);
-  has_vectors() ? multiply_quads(sizes, c, a, b, false)
-                : multiply_bytes<int8_t, uint8_t>(sizes, c, a, b);
+void dpbsud(int c, int a, int b) {
+  multiply(c, a, b, has_vectors() ? &multiply_quads<false> : &multiply_bytes<int8_t, uint8_t>);
 }
 
 }  // namespace amx_emulation
