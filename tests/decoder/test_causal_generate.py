@@ -48,13 +48,12 @@ def ragged(first_seed: int = 0, rows: int = 4) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
 
-# Seeds of prompts behind which transformers agrees with itself. With the first ones its logits of
-# granite at torch's levels DEFAULT and AVX512 (ATEN_CPU_CAPABILITY) are 1.35 times the tolerance of
-# check_same apart, with these 0.7; those of qwen3_5_moe are 1.3 and 0.4 of it away from float64.
+# Behind the first prompts transformers' own logits of granite at torch's levels DEFAULT and AVX512
+# are 1.35 times the tolerance of check_same apart; behind these 0.7 times. Those of qwen3_5_moe are
+# 1.3 times the tolerance away from float64; behind these 0.4 times.
 GREEDY_SEEDS = {("granite", "plain"): 1, ("qwen3_5_moe_text", "plain"): 1}
-# The fourth and the fifth candidate of a step behind ragged(1) are 4e-6 to 6e-6 apart, and each
-# moves by 8e-6 from one of torch's levels to another. Behind these no two are nearer than 4e-4.
-BEAM_SEEDS = {("qwen3", "plain"): 4}
+# Behind ragged(1) two candidates are 4e-6 apart, and each moves by 8e-6 from level to level.
+BEAM_SEEDS = {("qwen3", "plain"): 4}  # behind these no two are nearer than 4e-4
 
 
 def check_same(got: Any, expected: Any) -> None:
@@ -99,13 +98,11 @@ def test_greedy_tokens(architecture: str, variant: str) -> None:
 @cases
 def test_beams(architecture: str, variant: str) -> None:
     """Behind these prompts no two candidates of the fourth place score the same in float32."""
-    options = {"output_scores": True, "return_dict_in_generate": True, "eos_token_id": None}
     results = 1 + len(variant) % 4
     prompts = ragged(BEAM_SEEDS.get((architecture, variant), 1))
-    got = check(
-        (architecture, variant), prompts, num_beams=4, num_return_sequences=results,
-        max_new_tokens=66, **options,
-    )  # fmt: skip
+    options: dict[str, Any] = {"output_scores": True, "return_dict_in_generate": True}
+    options |= {"eos_token_id": None, "num_beams": 4, "num_return_sequences": results}
+    got = check((architecture, variant), prompts, max_new_tokens=66, **options)
     assert got.sequences.shape == (4 * results, 86)
 
 
