@@ -121,6 +121,15 @@ bool has_vectors() {
   return has && vectors_are_allowed;
 }
 
+}  // namespace
+}  // namespace amx_emulation
+
+// Where all code of that level lies, as tests/test_abi.py has it.
+namespace lmdecode::avx512 {
+namespace {
+
+using namespace amx_emulation;
+
 // gcc 12 takes the undefined operand inside its shifts without a mask for an uninitialised
 // variable. Called with subnormal numbers flushed by the processor. Not inlined: what stands before
 // and behind the change of that mode stays there.
@@ -163,11 +172,19 @@ AMX_EMULATION_VECTORS void multiply_quads(const Sizes& sizes, Tile& c, const Til
   }
 }
 
+}  // namespace
+}  // namespace lmdecode::avx512
+
+namespace amx_emulation {
+namespace {
+
+using lmdecode::avx512::multiply_quads;
+
 void multiply_pairs_by_vectors(const Sizes& sizes, Tile& c, const Tile& a, const Tile& b) {
   constexpr unsigned kFlush = 0x8040u, kMasked = 0x1f80u;  // nearest even, no exception stops
   const unsigned before = _mm_getcsr();
   _mm_setcsr(kFlush | kMasked);
-  multiply_pairs_flushed(sizes, c, a, b);
+  lmdecode::avx512::multiply_pairs_flushed(sizes, c, a, b);
   _mm_setcsr(before);
 }
 #else
