@@ -38,13 +38,16 @@ def cache(
     ]
 
 
-# Without seed 5, whose case 30 is left to luck. There torch's error is 0.37e-6 in the order given,
-# and 0.7e-6 in the median of 400 orders of the head's elements. In 12 % of these orders torch
-# itself would fail the test.
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6])
+# Case 30 of seed 5 is left to luck: over 400 orders of the head's elements torch itself would fail
+# in 12 %, and lmdecode at avx2 in 9 %. In the order given lmdecode's error is its largest.
+LEFT_TO_LUCK = (5, 30)
+
+
+@pytest.mark.parametrize("seed", range(7))
 def test_random_cases(seed: int, device: torch.device) -> None:
-    for case in random_cases(seed, 50, decode=True):
-        assert_accurate(case.to(device).call(decode, return_lse=True), case)
+    for index, case in enumerate(random_cases(seed, 50, decode=True)):
+        if (seed, index) != LEFT_TO_LUCK:
+            assert_accurate(case.to(device).call(decode, return_lse=True), case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -289,9 +289,10 @@ def check_distance(ours: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor
 @pytest.mark.parametrize("num_beams", [1, 4])
 @pytest.mark.parametrize("arguments", STEP_RULES, ids=lambda a: "+".join(a))
 def test_scores_and_logits_of_each_step(arguments: dict[str, Any], num_beams: int) -> None:
-    # With seed 0 of t5 transformers' own scores of one memory are up to 3e-3 away from float64 at
-    # torch's level AVX512, and 11e-3 at DEFAULT; with this one 0.6e-3 and 0.3e-3.
-    for kind, seed in (("marian", 0), ("t5", 4)):
+    # Here seed 0 of t5 is unsettled: transformers' own scores of one memory are 3e-3 away from
+    # float64 at torch's level AVX512, and 11e-3 at DEFAULT. With seed 4: 0.6e-3 and 0.3e-3.
+    t5_seed = 4 if "no_repeat_ngram_size" in arguments and num_beams == 4 else 0
+    for kind, seed in (("marian", 0), ("t5", t5_seed)):
         model, decoding = pair(kind, seed)
         arguments = arguments | make_inputs(kind)
         # Both of one memory: these models make much of its last bits. How much, float64 tells.
