@@ -178,13 +178,14 @@ AMX_EMULATION_VECTORS void multiply_quads(const Sizes& sizes, Tile& c, const Til
 namespace amx_emulation {
 namespace {
 
+using lmdecode::avx512::multiply_pairs_flushed;
 using lmdecode::avx512::multiply_quads;
 
 void multiply_pairs_by_vectors(const Sizes& sizes, Tile& c, const Tile& a, const Tile& b) {
   constexpr unsigned kFlush = 0x8040u, kMasked = 0x1f80u;  // nearest even, no exception stops
   const unsigned before = _mm_getcsr();
   _mm_setcsr(kFlush | kMasked);
-  lmdecode::avx512::multiply_pairs_flushed(sizes, c, a, b);
+  multiply_pairs_flushed(sizes, c, a, b);
   _mm_setcsr(before);
 }
 #else
