@@ -37,6 +37,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed the generator of the process before a test and before the fixtures that it is first in.
+
+    What a test draws is then the same in any order of tests, and alone.
+    """
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def shared_cores(request: pytest.FixtureRequest) -> None:
     """Set the number of threads that a test begins with."""
