@@ -17,10 +17,12 @@ constexpr int64_t kGroupPrefetchBytes = 12288;
 
 // Of products of tiles, not yet tuned on a machine that has them: rows up to which weights with
 // groups are multiplied by vectors; tiles of weights along the depth that all rows meet before the
-// next, of which half, 32 KB, shall stay in L1; how far ahead up to 16 rows fetch.
+// next, of which half, 32 KB, shall stay in L1; how far ahead up to 16 rows fetch; tiles of rows
+// whose sums, 4 KB each, stay in L1 while groups pass.
 constexpr int64_t kGroupVectorRows = 4;
 constexpr int64_t kMatrixChainTiles = 16;
 constexpr int64_t kMatrixPrefetchBytes = 8192;
+constexpr int64_t kMatrixGroupTiles = 6;
 
 // The least time of a task for another thread, which the products of a model find awake. Estimates
 // of what a panel and a row take, with vectors of AVX-512.

@@ -11,6 +11,7 @@
 //                      that. docs/reference/linear.md has the order for users.
 //   multiply_int8      exact modulo 2^32: a without sign, b with
 //   multiply_codes     likewise: a with sign, b without
+//   multiply_numbers   likewise: both with sign
 //
 // The instructions are written out: the compiler's intrinsics name neither the memory that a tile
 // is loaded from nor all of the configuration, and stores before them may be moved or dropped.
@@ -67,6 +68,10 @@ template <int kC, int kA, int kB>
 inline void multiply_codes() {
   amx_emulation::dpbsud(kC, kA, kB);
 }
+template <int kC, int kA, int kB>
+inline void multiply_numbers() {
+  amx_emulation::dpbssd(kC, kA, kB);
+}
 
 #else
 
@@ -98,6 +103,10 @@ inline void multiply_int8() {
 template <int kC, int kA, int kB>
 inline void multiply_codes() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+template <int kC, int kA, int kB>
+inline void multiply_numbers() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
 #endif

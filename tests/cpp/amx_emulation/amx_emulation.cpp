@@ -154,21 +154,29 @@ AMX_EMULATION_VECTORS void multiply_pairs_flushed(const Sizes& sizes, Tile& c, c
   }
 }
 
-// The bytes of a without sign and those of b with sign, or the other way round.
-template <bool kIsBSigned>
+// Bytes that have a sign are kSigned: those of b, of a, or both, as products of a + 128.
+enum class Signed { kB, kA, kBoth };
+
+template <Signed kSigned>
 AMX_EMULATION_VECTORS void multiply_quads(const Sizes& sizes, Tile& c, const Tile& a,
                                           const Tile& b) {
   const __mmask16 columns = static_cast<__mmask16>((1u << sizes.columns) - 1u);
+  const __m512i middle = _mm512_set1_epi8(static_cast<char>(0x80));
   for (int row = 0; row < sizes.rows; ++row) {
     unsigned char* const to = c.bytes[row];
-    __m512i sum = _mm512_loadu_si512(to);
+    __m512i sum = _mm512_loadu_si512(to), more = _mm512_setzero_si512();
     for (int k = 0; k < sizes.depth; ++k) {
       const __m512i left = _mm512_set1_epi32(read<int32_t>(a.bytes[row] + 4 * k));
       const __m512i right = _mm512_loadu_si512(b.bytes[k]);
-      sum = kIsBSigned ? _mm512_dpbusd_epi32(sum, left, right)
-                       : _mm512_dpbusd_epi32(sum, right, left);
+      if constexpr (kSigned == Signed::kBoth) {
+        sum = _mm512_dpbusd_epi32(sum, _mm512_xor_si512(left, middle), right);
+        more = _mm512_dpbusd_epi32(more, middle, right);
+      } else {
+        sum = kSigned == Signed::kB ? _mm512_dpbusd_epi32(sum, left, right)
+                                    : _mm512_dpbusd_epi32(sum, right, left);
+      }
     }
-    _mm512_mask_storeu_epi32(to, columns, sum);
+    _mm512_mask_storeu_epi32(to, columns, _mm512_sub_epi32(sum, more));
   }
 }
 
@@ -180,6 +188,7 @@ namespace {
 
 using lmdecode::avx512::multiply_pairs_flushed;
 using lmdecode::avx512::multiply_quads;
+using lmdecode::avx512::Signed;
 
 void multiply_pairs_by_vectors(const Sizes& sizes, Tile& c, const Tile& a, const Tile& b) {
   constexpr unsigned kFlush = 0x8040u, kMasked = 0x1f80u;  // nearest even, no exception stops
@@ -190,7 +199,8 @@ void multiply_pairs_by_vectors(const Sizes& sizes, Tile& c, const Tile& a, const
 }
 #else
 bool has_vectors() { return false; }
-template <bool kIsBSigned>
+enum class Signed { kB, kA, kBoth };
+template <Signed>
 void multiply_quads(const Sizes&, Tile&, const Tile&, const Tile&) {}
 void multiply_pairs_by_vectors(const Sizes&, Tile&, const Tile&, const Tile&) {}
 #endif
@@ -271,11 +281,16 @@ void dpbf16ps(int c, int a, int b) {
 }
 
 void dpbusd(int c, int a, int b) {
-  multiply(c, a, b, has_vectors() ? &multiply_quads<true> : &multiply_bytes<uint8_t, int8_t>);
+  multiply(c, a, b, has_vectors() ? &multiply_quads<Signed::kB> : &multiply_bytes<uint8_t, int8_t>);
 }
 
 void dpbsud(int c, int a, int b) {
-  multiply(c, a, b, has_vectors() ? &multiply_quads<false> : &multiply_bytes<int8_t, uint8_t>);
+  multiply(c, a, b, has_vectors() ? &multiply_quads<Signed::kA> : &multiply_bytes<int8_t, uint8_t>);
+}
+
+void dpbssd(int c, int a, int b) {
+  multiply(c, a, b,
+           has_vectors() ? &multiply_quads<Signed::kBoth> : &multiply_bytes<int8_t, int8_t>);
 }
 
 }  // namespace amx_emulation

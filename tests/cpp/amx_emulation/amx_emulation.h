@@ -17,6 +17,7 @@ void store(int tile, void* rows, int64_t row_stride);
 void dpbf16ps(int c, int a, int b);
 void dpbusd(int c, int a, int b);
 void dpbsud(int c, int a, int b);
+void dpbssd(int c, int a, int b);
 
 // Products have the same bits one number at a time and by vectors of AVX-512, which are taken where
 // the machine has them, unless they are not allowed.

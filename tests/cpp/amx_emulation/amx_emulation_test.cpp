@@ -164,24 +164,26 @@ void with_and_without_vectors(const Check& check) {
 }
 
 void check_sums_of_bytes(const Product& p) {
-  const Matrix unsigned_a = p.emulated(&amx_emulation::dpbusd);
-  const Matrix signed_a = p.emulated(&amx_emulation::dpbsud);
+  const Matrix results[3] = {p.emulated(&amx_emulation::dpbusd), p.emulated(&amx_emulation::dpbsud),
+                             p.emulated(&amx_emulation::dpbssd)};
   for (int row = 0; row < p.rows; ++row) {
     for (int column = 0; column < p.columns; ++column) {
       const size_t at = static_cast<size_t>(64 * row + 4 * column);
-      int32_t c = 0, got[2];
+      int32_t c = 0;
       std::memcpy(&c, &p.c.bytes[at], 4);
-      std::memcpy(&got[0], &unsigned_a.bytes[at], 4);
-      std::memcpy(&got[1], &signed_a.bytes[at], 4);
-      int64_t want[2] = {c, c};
+      int64_t want[3] = {c, c, c};
       for (int e = 0; e < 4 * p.depth; ++e) {
         const uint8_t a = p.a.bytes[static_cast<size_t>(64 * row + e)];
         const uint8_t b = p.b.bytes[static_cast<size_t>(64 * (e / 4) + 4 * column + e % 4)];
         want[0] += a * static_cast<int8_t>(b);
         want[1] += static_cast<int8_t>(a) * b;
+        want[2] += static_cast<int8_t>(a) * static_cast<int8_t>(b);
       }
-      CHECK_EQ(got[0], static_cast<int32_t>(want[0]));
-      CHECK_EQ(got[1], static_cast<int32_t>(want[1]));
+      for (int kind = 0; kind < 3; ++kind) {
+        int32_t got = 0;
+        std::memcpy(&got, &results[kind].bytes[at], 4);
+        CHECK_EQ(got, static_cast<int32_t>(want[kind]));
+      }
     }
   }
 }
@@ -283,7 +285,7 @@ TEST(the_processor_gives_the_same_bits) {
   // Each product has up to 16 * 16 sums of 32 products.
   for (int i = 0; i < 30000; ++i) {
     Numbers numbers(static_cast<unsigned>(i));
-    const int kind = i % 3;
+    const int kind = i % 4;
     const Product p(&numbers, kind == 0);
     TileConfig config;
     const auto bytes = p.config();
@@ -297,11 +299,13 @@ TEST(the_processor_gives_the_same_bits) {
       if (kind == 0) multiply_bfloat16<0, 1, 2>();
       if (kind == 1) multiply_int8<0, 1, 2>();
       if (kind == 2) multiply_codes<0, 1, 2>();
+      if (kind == 3) multiply_numbers<0, 1, 2>();
       store_tile<0>(got.bytes.data(), 64);
     }
     const Matrix want = p.emulated(kind == 0   ? &amx_emulation::dpbf16ps
                                    : kind == 1 ? &amx_emulation::dpbusd
-                                               : &amx_emulation::dpbsud);
+                                   : kind == 2 ? &amx_emulation::dpbsud
+                                               : &amx_emulation::dpbssd);
     for (size_t at = 0; at < 1024; at += 4) {
       float a, b;
       std::memcpy(&a, &got.bytes[at], 4);
