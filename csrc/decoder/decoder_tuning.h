@@ -28,6 +28,10 @@ constexpr double kNanosecondsPerDelta = 0.06;
 // Of a head's step in time of Mamba-2: a logarithm and two exponentials.
 constexpr double kNanosecondsPerStep = 60.0;
 
+// Up to so many rows the two products of a gated layer read their weights one after the other, as
+// memory is fastest. With more, their outputs meet in the caches.
+constexpr int64_t kPairedRows = 32;
+
 // Positions of memories that are read at a time: what they give stays in the processor's cache.
 constexpr int64_t kReadMemoryRows = 256;
 

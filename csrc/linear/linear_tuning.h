@@ -9,6 +9,9 @@ namespace lmdecode::linear::tuning {
 // the part fetched ahead, their inputs stay in 1 MB of L2.
 constexpr int64_t kRowBlock = 144;
 
+// Parts of the rows that threads prepare for products, and rows that make a part.
+constexpr int64_t kPreparedParts = 16, kPreparedRows = 8;
+
 // Where weights have groups, rows of a tile, whose sums are kept in registers, and elements of
 // in_features that all rows pass over before the next.
 constexpr int kGroupTileRows = 4;
@@ -30,6 +33,7 @@ constexpr double kTaskNanoseconds = 5000.0;
 constexpr double kWeightBytesPerNanosecond = 25.0;
 constexpr double kProductBytesPerNanosecond = 200.0;
 constexpr double kGroupProductsPerNanosecond = 90.0;
+constexpr double kNanosecondsPerPreparedElement = 0.1;
 constexpr double kPackNanosecondsPerByte = 0.4;
 constexpr double kNanosecondsPerNormElement = 0.1;
 

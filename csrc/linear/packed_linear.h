@@ -156,7 +156,8 @@ size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows
 size_t most_linear_input_bytes(int64_t in_features, int64_t rows);
 
 // x[row * row_stride + i * element_stride], i < in_features. memory: linear_input_bytes(), aligned
-// to 64. memory and x must outlive the result. Serial, so it can be called in parallel regions.
+// to 64. memory and x must outlive the result. On torch's threads; serial if called in a parallel
+// region.
 LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t row_stride,
                                  int64_t rows, int64_t in_features, void* memory,
                                  int64_t element_stride = 1);
@@ -195,5 +196,11 @@ void packed_linear_range(const PackedLinear& linear, const LinearInput& input,
 // All outputs, on torch's threads; serial if called in a parallel region.
 void packed_linear(const PackedLinear& linear, const LinearInput& input,
                    const LinearOutput& output);
+
+// Likewise the outputs of two weights of the same shape and format, some of the first and then the
+// same of the second, which reads them from the cache where they are its multiplier.
+void packed_linear_pair(const PackedLinear& first, const LinearOutput& first_output,
+                        const PackedLinear& second, const LinearOutput& second_output,
+                        const LinearInput& input);
 
 }  // namespace lmdecode::linear

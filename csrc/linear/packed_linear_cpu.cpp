@@ -44,6 +44,11 @@ void multiply_block(const LinearKernels& kernels, const PackedLinear& linear,
   kernels.multiply(linear, input.slice(first, last), rows_of(output, first), begin, end);
 }
 
+// Rows of x are prepared in so many parts at most, each with a row of its own to rotate in.
+int64_t prepared_parts(int64_t rows) {
+  return std::min<int64_t>(kPreparedParts, (rows + kPreparedRows - 1) / kPreparedRows);
+}
+
 int64_t row_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock; }
 
 }  // namespace
@@ -224,8 +229,9 @@ size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows
                           int64_t element_stride) {
   if (format == LinearFormat::kFloat32 && element_stride == 1) return 0;
   const size_t scales = is_int8_row(format) ? rounded_up(4 * rows) : 0;
-  const size_t rotated = is_rotated(format) ? rounded_up(4 * in_features) : 0;
-  return scales + rotated + static_cast<size_t>(rows * input_row_bytes(format, in_features));
+  const size_t parts = is_rotated(format) ? static_cast<size_t>(prepared_parts(rows)) : 0;
+  return scales + parts * rounded_up(4 * in_features) +
+         static_cast<size_t>(rows * input_row_bytes(format, in_features));
 }
 
 size_t most_linear_input_bytes(int64_t in_features, int64_t rows) {
@@ -243,7 +249,6 @@ LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t ro
   if (format == LinearFormat::kFloat32 && element_stride == 1) {
     return {x, nullptr, 4 * row_stride, rows};
   }
-  const ScopedIeeeMode ieee;
   LinearInputRows input = {};
   input.format = format;
   input.x = x;
@@ -256,11 +261,21 @@ LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t ro
     input.scales = static_cast<float*>(memory);
     input.rows += rounded_up(4 * rows);
   }
-  if (is_rotated(format)) {
-    input.rotated = reinterpret_cast<float*>(input.rows);
-    input.rows += rounded_up(4 * in_features);
-  }
-  linear_kernels_of(format).prepare(input, 0, rows);
+  const int64_t parts = prepared_parts(rows);
+  char* const rotated = input.rows;
+  const size_t rotated_bytes = is_rotated(format) ? rounded_up(4 * in_features) : 0;
+  input.rows += static_cast<size_t>(parts) * rotated_bytes;
+  const LinearKernels& kernels = linear_kernels_of(format);
+  const double nanoseconds = 1.0 + kNanosecondsPerPreparedElement *
+                                       static_cast<double>(in_features * rows) /
+                                       static_cast<double>(parts > 0 ? parts : 1);
+  parallel_rows(parts, nanoseconds, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      LinearInputRows own = input;
+      own.rotated = reinterpret_cast<float*>(rotated + static_cast<size_t>(part) * rotated_bytes);
+      kernels.prepare(own, rows * part / parts, rows * (part + 1) / parts);
+    }
+  });
   return {input.rows, input.scales, input.row_bytes, rows};
 }
 
@@ -288,17 +303,22 @@ void packed_linear_range(const PackedLinear& linear, const LinearInput& input,
   }
 }
 
-void packed_linear(const PackedLinear& linear, const LinearInput& input,
-                   const LinearOutput& output) {
-  const LinearKernels& kernels = linear_kernels_of(linear.shape.format);
-  const PackedLayout layout = layout_of(linear.shape);
-  const int64_t blocks = row_blocks(input.count);
+namespace {
+
+// multiply(block, blocks, first, last) for the panels [first, last) of each block of rows, on
+// torch's threads; `products` of this shape at a time.
+template <class Multiply>
+void for_blocks(const PackedLinearShape& shape, int64_t rows, int products,
+                const Multiply& multiply) {
+  const PackedLayout layout = layout_of(shape);
+  const int64_t blocks = row_blocks(rows);
   if (blocks == 0) return;
-  const double rows_of_block = static_cast<double>(input.count) / static_cast<double>(blocks);
+  const double rows_of_block = static_cast<double>(rows) / static_cast<double>(blocks);
   const double panel_bytes = static_cast<double>(layout.panel_bytes);
-  const double row_nanoseconds = row_nanoseconds_of_panel(linear.shape, layout);
+  const double row_nanoseconds = row_nanoseconds_of_panel(shape, layout);
   const double panel_nanoseconds =
-      1.0 + std::max(panel_bytes / kWeightBytesPerNanosecond, row_nanoseconds * rows_of_block);
+      1.0 +
+      products * std::max(panel_bytes / kWeightBytesPerNanosecond, row_nanoseconds * rows_of_block);
   // Tasks are numbered block by block, panel by panel.
   parallel_rows(
       blocks * layout.panels, panel_nanoseconds,
@@ -306,11 +326,35 @@ void packed_linear(const PackedLinear& linear, const LinearInput& input,
         while (begin < end) {
           const int64_t block = begin / layout.panels, first = begin % layout.panels;
           const int64_t last = std::min(layout.panels, first + end - begin);
-          multiply_block(kernels, linear, input, output, block, blocks, first, last);
+          multiply(block, blocks, first, last);
           begin += last - first;
         }
       },
       tuning::kTaskNanoseconds);
+}
+
+}  // namespace
+
+void packed_linear(const PackedLinear& linear, const LinearInput& input,
+                   const LinearOutput& output) {
+  const LinearKernels& kernels = linear_kernels_of(linear.shape.format);
+  for_blocks(linear.shape, input.count, 1,
+             [&](int64_t block, int64_t blocks, int64_t first, int64_t last) {
+               multiply_block(kernels, linear, input, output, block, blocks, first, last);
+             });
+}
+
+void packed_linear_pair(const PackedLinear& first, const LinearOutput& first_output,
+                        const PackedLinear& second, const LinearOutput& second_output,
+                        const LinearInput& input) {
+  const LinearKernels& kernels = linear_kernels_of(first.shape.format);
+  for_blocks(
+      first.shape, input.count, 2, [&](int64_t block, int64_t blocks, int64_t begin, int64_t end) {
+        for (int64_t panel = begin; panel < end; ++panel) {
+          multiply_block(kernels, first, input, first_output, block, blocks, panel, panel + 1);
+          multiply_block(kernels, second, input, second_output, block, blocks, panel, panel + 1);
+        }
+      });
 }
 
 }  // namespace lmdecode::linear
