@@ -15,7 +15,10 @@ import torch
 import lmdecode
 from lmdecode import BeamRequest
 from lmdecode.decoder import huge_memory
+from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.huge_memory import SpareMemory, gather, new_memory
+from tests.decoder.causal_steps import parts
 from tests.decoder.random_decoder import random_decoder
 
 
@@ -80,6 +83,19 @@ def test_spare_memory_keeps_no_memory_above_its_limit(monkeypatch: pytest.Monkey
     assert spare.take(1).data_ptr() != large.data_ptr()
     spare.give(small)
     assert spare.take(1).data_ptr() == small.data_ptr()
+
+
+def test_scratch_of_a_decoder_only_model_is_that_of_the_call_before() -> None:
+    model = PackedCausalModel(*parts("llama", "plain"))
+
+    def scratch() -> int:
+        return CausalCaches(model, 1, 64, max_rows=1024)._workspace.data_ptr()
+
+    first, kept = scratch(), CausalCaches(model, 1, 64, max_rows=1024)
+    assert kept._workspace.data_ptr() == first  # in use: the next one has memory of its own
+    assert scratch() != first
+    size = model.memory.nbytes
+    assert len(pickle.dumps(model)) < size + 100_000 < size + kept._workspace.nbytes
 
 
 def _saved(decoding: lmdecode.Decoding) -> lmdecode.Decoding:

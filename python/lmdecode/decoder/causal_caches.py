@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -129,7 +130,9 @@ class CausalCaches:
         size = ops.causal_workspace_bytes(
             model.sizes, model.numbers, [max_rows, sequences, max_blocks]
         )
-        self._workspace = new_memory(size)
+        self._workspace = model.spare_memory.take(size)
+        give_back = weakref.finalize(self, model.spare_memory.give, self._workspace)
+        give_back.atexit = False
 
     def _state_tensors(self, rollback: int, interval: int) -> list[Tensor]:
         """Return the tensors of states, which csrc/kv_cache/state_slots.h explains; none: none."""

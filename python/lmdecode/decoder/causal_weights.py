@@ -40,7 +40,7 @@ from lmdecode.decoder.causal_weight_checks import (
 )
 from lmdecode.decoder.config import ACTIVATIONS, FORMATS, NORMS, format_number
 from lmdecode.decoder.experts import NO_NUMBERS, NO_SIZES
-from lmdecode.decoder.huge_memory import new_memory
+from lmdecode.decoder.huge_memory import SpareMemory, new_memory
 from lmdecode.decoder.mixers import mixer_numbers, mixer_sizes
 from lmdecode.linear.formats import (
     AS_IT_IS,
@@ -109,6 +109,8 @@ class PackedCausalModel:
         Float32 numbers of a sequence's state, of all layers that have one.
     max_positions : int or None
         That the model has embeddings for.
+    spare_memory : SpareMemory
+        Scratch of caches that are no more.
     mtp : PackedCausalModel or None
         What predicts further tokens: a model of one layer, in the same memory. Its rows begin with
         what this model computed.
@@ -347,6 +349,7 @@ class PackedCausalModel:
         """
         c, windows = self.config, self.config.windows
         widest = max((window for window in windows if window is not None), default=0)
+        self.spare_memory = SpareMemory()
         self.cache_windows: list[int] = []
         self.cache_layers: list[int] = []
         self.cache_heads: list[Heads] = []

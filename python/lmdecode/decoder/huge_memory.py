@@ -66,6 +66,10 @@ class SpareMemory:
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
 
+    def __reduce__(self) -> tuple[type[SpareMemory], tuple[()]]:
+        """Let copies and files of an object be without the memory that it keeps."""
+        return SpareMemory, ()
+
     def take(self, size: int) -> Tensor:
         """Return at least ``size`` bytes, which may hold anything."""
         try:
