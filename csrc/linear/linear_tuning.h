@@ -33,7 +33,7 @@ constexpr double kTaskNanoseconds = 5000.0;
 constexpr double kWeightBytesPerNanosecond = 25.0;
 constexpr double kProductBytesPerNanosecond = 200.0;
 constexpr double kGroupProductsPerNanosecond = 90.0;
-constexpr double kNanosecondsPerPreparedElement = 0.1;
+constexpr double kNanosecondsPerPreparedElement = 0.2;
 constexpr double kPackNanosecondsPerByte = 0.4;
 constexpr double kNanosecondsPerNormElement = 0.1;
 

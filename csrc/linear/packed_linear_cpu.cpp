@@ -269,13 +269,14 @@ LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t ro
   const double nanoseconds = 1.0 + kNanosecondsPerPreparedElement *
                                        static_cast<double>(in_features * rows) /
                                        static_cast<double>(parts > 0 ? parts : 1);
-  parallel_rows(parts, nanoseconds, [&](int64_t begin, int64_t end) {
+  const auto prepare = [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       LinearInputRows own = input;
       own.rotated = reinterpret_cast<float*>(rotated + static_cast<size_t>(part) * rotated_bytes);
       kernels.prepare(own, rows * part / parts, rows * (part + 1) / parts);
     }
-  });
+  };
+  parallel_rows(parts, nanoseconds, prepare, tuning::kTaskNanoseconds);
   return {input.rows, input.scales, input.row_bytes, rows};
 }
 
