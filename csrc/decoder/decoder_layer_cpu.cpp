@@ -123,6 +123,7 @@ class Layer {
     const LinearWeights &up = weights.ffn_up, &gate = weights.ffn_gate;
     return up.num_parts == 1 && gate.num_parts == 1 &&
            up.parts[0].shape.format == gate.parts[0].shape.format &&
+           up.parts[0].shape.in_features == gate.parts[0].shape.in_features &&
            up.out_features == gate.out_features;
   }
 

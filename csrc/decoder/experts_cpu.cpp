@@ -190,8 +190,9 @@ class Experts {
         for (int64_t i = begin; i < end; ++i) piece(i + 1);
       });
     }
-    // In every piece rows begin at the same place: scales of up to 16 rows take as much room.
-    static_assert(kPieceRows <= 16);
+    // In every piece rows begin at the same place: scales of up to 16 rows take as much room, and
+    // one row is rotated at a time.
+    static_assert(kPieceRows <= 16 && kPieceRows <= linear::tuning::kPreparedRows);
     const auto row_input = [&](int64_t row) {
       const int64_t number = is_in_place ? 0 : row / kPieceRows;
       const int64_t place = is_in_place ? row : row % kPieceRows;

@@ -143,6 +143,7 @@ void add_groups_by_tiles(const LinearInput& input, const RowTiles& tiles, int64_
   if (is_first) {
     __builtin_memset(sums, 0, static_cast<size_t>(input.count * Dot::kWidth) * sizeof(float));
   }
+  if (steps == 0) return;
   alignas(64) char unpacked[2][kIsUnpacked<Dot> ? Dot::kGroup * Dot::kWidth : 1];
   alignas(64) int32_t products[2][kMatrixTileRows * Dot::kWidth];
   const int64_t groups = steps * Dot::kStepGroups;

@@ -147,7 +147,7 @@ struct LinearInput {
   }
 };
 
-// Scratch in bytes of prepare_linear_input() for this number of rows. 0 for kFloat32 if rows are
+// Scratch in bytes of prepare_linear_input() for so many rows or fewer. 0 for kFloat32 if rows are
 // contiguous: these are read in place.
 size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows,
                           int64_t element_stride = 1);

@@ -75,6 +75,14 @@ def test_spare_memory_is_handed_out_again_but_to_one_at_a_time() -> None:
     assert len(spare.take(4 << 20)) >= 4 << 20
 
 
+def test_spare_memory_keeps_the_larger_one() -> None:
+    spare = SpareMemory()
+    small, large = spare.take(1000), spare.take(2000)
+    spare.give(large)
+    spare.give(small)
+    assert spare.take(1).data_ptr() == large.data_ptr()
+
+
 def test_spare_memory_keeps_no_memory_above_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_memory, "_LARGEST_KEPT", 1000)
     spare = SpareMemory()

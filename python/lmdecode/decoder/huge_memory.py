@@ -79,6 +79,6 @@ class SpareMemory:
         return memory if len(memory) >= size else new_memory(size)
 
     def give(self, memory: Tensor) -> None:
-        """Keep a memory that nothing refers to any more."""
-        if len(memory) <= _LARGEST_KEPT:
+        """Keep a memory that nothing refers to any more, or a larger one that is kept already."""
+        if sum(map(len, self._kept)) <= len(memory) <= _LARGEST_KEPT:
             self._kept[:] = [memory]

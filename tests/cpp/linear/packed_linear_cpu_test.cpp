@@ -265,6 +265,7 @@ const Case kCases[] = {
     {3, 2050, 9},
     {0, 8, 8},
     {3, 0, 70},
+    {21, 0, 70},
     {4, 20, 0},
     {5, 33, 70, 1, 70},
     {5, 33, 70, 80, 2},
@@ -362,26 +363,25 @@ TEST(weights_with_groups_are_what_their_codes_stand_for) {
                      StepCursor(panel + s * layout.row_bytes, tile.width, o % tile.width));
         }
       }
-      // Tiles of rows with groups serve more rows than four.
-      const int64_t most = level.has_tiles ? 21 : 1;
+      // Tiles of rows with groups serve more rows than four, in parts of up to 96.
+      const int64_t most = level.has_tiles ? 112 : 1;
       const Memory<float> x(most * inputs), y(most * outputs);
       const int64_t row_bytes = (layout.depth * tile.input_bytes + 63) / 64 * 64;
       const Memory<char> prepared(most * row_bytes);
       for (int64_t first = 0; first < inputs; first += most) {
-        const int64_t rows = std::min(most, inputs - first);
-        for (int64_t k = 0; k < rows * inputs; ++k) {
-          x.get()[k] = k % inputs == first + k / inputs ? 127.0f : 0.0f;
+        for (int64_t k = 0; k < most * inputs; ++k) {
+          x.get()[k] = k % inputs == (first + k / inputs) % inputs ? 127.0f : 0.0f;
         }
         level.kernels->prepare(
             {kind, x.get(), inputs, 1, inputs, prepared.get(), row_bytes, nullptr, nullptr}, 0,
-            rows);
+            most);
         LinearOutput output;
         output.y = y.get();
         output.y_stride = outputs;
-        level.kernels->multiply({shape, packed.get()}, {prepared.get(), nullptr, row_bytes, rows},
+        level.kernels->multiply({shape, packed.get()}, {prepared.get(), nullptr, row_bytes, most},
                                 output, 0, layout.panels);
-        for (int64_t at_y = 0; at_y < rows * outputs; ++at_y) {
-          const int64_t i = first + at_y / outputs, o = at_y % outputs;
+        for (int64_t at_y = 0; at_y < most * outputs; ++at_y) {
+          const int64_t i = (first + at_y / outputs) % inputs, o = at_y % outputs;
           const GroupedStep& step = weights[static_cast<size_t>(o * steps + i / format.step())];
           const int at = static_cast<int>(i % format.step()), group = at / format.group;
           const GroupNumbers numbers = group_numbers(format, step, group);
