@@ -130,8 +130,9 @@ class CausalCaches:
         size = ops.causal_workspace_bytes(
             model.sizes, model.numbers, [max_rows, sequences, max_blocks]
         )
-        self._workspace = model.spare_memory.take(size)
-        give_back = weakref.finalize(self, model.spare_memory.give, self._workspace)
+        memory = model.spare_memory.take(size)
+        self._workspace = memory[:size]
+        give_back = weakref.finalize(self, model.spare_memory.give, memory)
         give_back.atexit = False
 
     def _state_tensors(self, rollback: int, interval: int) -> list[Tensor]:
