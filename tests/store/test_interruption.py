@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -19,10 +18,10 @@ from lmdecode.store import KVStore
 
 TOKENS = list(range(30))
 
-# So much that a call lasts for several of the store's looks at signals: 128 slots of 1 MiB.
+# So much that a call lasts for several of the store's looks at signals: 256 slots of 1 MiB.
 LARGE = fingerprint(num_layers=4, num_kv_heads=8, head_size=64, dtype="float32")
 LARGE_CHUNK = 64
-LARGE_TOKENS = [n % 1000 for n in range(128 * LARGE_CHUNK)]
+LARGE_TOKENS = [n % 1000 for n in range(256 * LARGE_CHUNK)]
 
 
 def large_cache() -> KV:
@@ -46,26 +45,16 @@ def open_large(path: Path) -> KVStore:
 
 
 def interrupted(call: Callable[[], object]) -> None:
-    """Make a call, in which a signal arrives; another thread, which needs the lock, sends it."""
-    begun = threading.Event()
-
-    def send() -> None:
-        begun.wait()
-        time.sleep(0.002)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    sender = threading.Thread(target=send)
-    sender.start()
+    """Make a call, in which a signal arrives; the kernel sends it, however busy the cores are."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            begun.set()
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
             call()
-            sender.join()  # at the latest here; each test sees that the call did not end
-            time.sleep(10)
+            time.sleep(10)  # at the latest here; each test sees that the call did not end
     finally:
-        sender.join()
-        signal.signal(signal.SIGINT, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def use(store: KVStore) -> None:
@@ -140,6 +129,37 @@ def test_an_interrupted_load(large: KVStore) -> None:
     assert (stats["bytes_read"], stats["damaged"]) == (0, 0)
     use(large)
     assert same(large.load(hit), large_cache())
+
+
+@pytest.mark.parametrize("name", ["verify", "export"])
+def test_other_threads_run_during_a_call(large: KVStore, tmp_path: Path, name: str) -> None:
+    calls: dict[str, Callable[[int], object]] = {
+        "verify": lambda attempt: large.verify(),
+        "export": lambda attempt: large.export(tmp_path / f"file {attempt}"),
+    }
+    within, ran, ended = False, threading.Event(), threading.Event()
+
+    def work() -> None:
+        while not ended.wait(0.0001):
+            if within:
+                ran.set()
+
+    thread = threading.Thread(target=work)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # the interpreter's lock changes hands only where it is given up
+    try:
+        thread.start()
+        for attempt in range(20):  # where all cores are busy the thread may come too late
+            within = True
+            calls[name](attempt)
+            within = False
+            if ran.is_set():
+                break
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert ran.is_set()
 
 
 def test_what_a_callback_raises_comes_out(open_store: Open, tmp_path: Path) -> None:
