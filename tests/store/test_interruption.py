@@ -131,12 +131,14 @@ def test_an_interrupted_load(large: KVStore) -> None:
     assert same(large.load(hit), large_cache())
 
 
-@pytest.mark.parametrize("name", ["verify", "export"])
-def test_other_threads_run_during_a_call(large: KVStore, tmp_path: Path, name: str) -> None:
-    calls: dict[str, Callable[[int], object]] = {
-        "verify": lambda attempt: large.verify(),
-        "export": lambda attempt: large.export(tmp_path / f"file {attempt}"),
-    }
+@pytest.mark.parametrize(
+    "call",
+    [lambda store, path: store.verify(), lambda store, path: store.export(path / "file")],
+    ids=["verify", "export"],
+)
+def test_other_threads_run_during_a_call(
+    large: KVStore, tmp_path: Path, call: Callable[[KVStore, Path], object]
+) -> None:
     within, ran, ended = False, threading.Event(), threading.Event()
 
     def work() -> None:
@@ -149,9 +151,9 @@ def test_other_threads_run_during_a_call(large: KVStore, tmp_path: Path, name: s
     sys.setswitchinterval(1000.0)  # the interpreter's lock changes hands only where it is given up
     try:
         thread.start()
-        for attempt in range(20):  # where all cores are busy the thread may come too late
+        for _ in range(20):  # where all cores are busy the thread may come too late
             within = True
-            calls[name](attempt)
+            call(large, tmp_path)
             within = False
             if ran.is_set():
                 break
