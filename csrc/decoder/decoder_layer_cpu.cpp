@@ -39,6 +39,17 @@ size_t split_layer_buffers(const DecoderConfig& config, int64_t rows, void* memo
   return split.used();
 }
 
+namespace {
+
+// x [rows, in_features] contiguous, as a product with `matrix` reads it.
+linear::LinearInput prepare_rows(const linear::PackedLinear& matrix, const float* x, int64_t rows,
+                                 void* scratch) {
+  const int64_t size = matrix.shape.in_features;
+  return prepare_linear_input(matrix.shape.format, x, size, rows, size, scratch);
+}
+
+}  // namespace
+
 void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, void* scratch,
                   linear::LinearOutput output, PreparedRows* kept) {
   PreparedRows own;
@@ -47,14 +58,12 @@ void apply_linear(const LinearWeights& weights, const float* x, int64_t rows, vo
   output.bias = weights.bias;
   for (int64_t part = 0; part < weights.num_parts; ++part) {
     const linear::PackedLinear& matrix = weights.parts[part];
-    const linear::PackedLinearShape& shape = matrix.shape;
-    if (kept->format != shape.format) {
-      kept->format = shape.format;
-      kept->input = prepare_linear_input(shape.format, x, shape.in_features, rows,
-                                         shape.in_features, scratch);
+    if (kept->format != matrix.shape.format) {
+      kept->format = matrix.shape.format;
+      kept->input = prepare_rows(matrix, x, rows, scratch);
     }
     packed_linear(matrix, kept->input, output);
-    output = output.from_column(shape.out_features);
+    output = output.from_column(matrix.shape.out_features);
   }
 }
 
@@ -130,20 +139,10 @@ class Layer {
   // What project_ffn() does for many rows: the outputs of both products while they are in the
   // cache.
   void project_pair(const LayerWeights& weights, const float* from) const {
-    linear::LinearOutput up, gate;
-    up.y = gate.y = buffers_.ffn;
-    up.y_stride = gate.y_stride = weights.ffn_up.out_features;
-    up.bias = weights.ffn_up.bias;
-    gate.bias = weights.ffn_gate.bias;
-    gate.activation = config_.activation;
-    gate.multiplier = buffers_.ffn;
-    gate.multiplier_stride = gate.y_stride;
-    const linear::PackedLinear &first = weights.ffn_up.parts[0],
-                               &second = weights.ffn_gate.parts[0];
-    const int64_t size = first.shape.in_features;
-    packed_linear_pair(
-        first, up, second, gate,
-        prepare_linear_input(first.shape.format, from, size, rows_, size, buffers_.linear_input));
+    const linear::PackedLinear& up = weights.ffn_up.parts[0];
+    packed_linear_pair(up, output_of(weights.ffn_up, buffers_.ffn), weights.ffn_gate.parts[0],
+                       output_of(weights.ffn_gate, buffers_.ffn, config_.activation, buffers_.ffn),
+                       prepare_rows(up, from, rows_, buffers_.linear_input));
   }
 
   // x += what the experts make of `from`.
@@ -198,15 +197,25 @@ class Layer {
   void project(const LinearWeights& weights, const float* from, float* to,
                linear::Activation activation = linear::Activation::kNone,
                const float* multiplier = nullptr, PreparedRows* kept = nullptr) const {
-    linear::LinearOutput output;
-    output.y = to;
-    output.activation = activation;
-    output.multiplier = multiplier;
-    output.multiplier_stride = weights.out_features;
-    apply_linear(weights, from, rows_, buffers_.linear_input, output, kept);
+    apply_linear(weights, from, rows_, buffers_.linear_input,
+                 output_of(weights, to, activation, multiplier), kept);
   }
 
  private:
+  // Contiguous rows of what `weights` give, in `to`; multiplier: rows of the same shape.
+  static linear::LinearOutput output_of(const LinearWeights& weights, float* to,
+                                        linear::Activation activation = linear::Activation::kNone,
+                                        const float* multiplier = nullptr) {
+    linear::LinearOutput output;
+    output.y = to;
+    output.y_stride = weights.out_features;
+    output.bias = weights.bias;
+    output.activation = activation;
+    output.multiplier = multiplier;
+    output.multiplier_stride = weights.out_features;
+    return output;
+  }
+
   const DecoderConfig& config_;
   const LayerBuffers& buffers_;
   const int64_t rows_;
