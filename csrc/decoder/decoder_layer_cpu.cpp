@@ -92,13 +92,11 @@ class Layer {
   // x += from W^T + bias, normed by out_norm where there is one; then the norm behind it.
   void add(const LinearWeights& weights, const NormWeights& out_norm, const NormWeights& norm,
            const float* from) const {
-    linear::LinearOutput output;
     if (out_norm.gamma != nullptr) {
-      output.y = buffers_.normed;
-      apply_linear(weights, from, rows_, buffers_.linear_input, output);
+      project(weights, from, buffers_.normed);
       add_normed(out_norm);
     } else {
-      output.y = x_;
+      linear::LinearOutput output = output_of(weights, x_);
       output.residual = x_;
       output.residual_stride = config_.model_size;
       apply_linear(weights, from, rows_, buffers_.linear_input, output);
@@ -109,11 +107,7 @@ class Layer {
   // x += the norm of buffers.normed, in place.
   void add_normed(const NormWeights& norm) const {
     apply_norm(config_, norm, buffers_.normed, buffers_.normed, rows_);
-    const int64_t size = config_.model_size;
-    const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(size);
-    parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin * size; i < end * size; ++i) x_[i] += buffers_.normed[i];
-    });
+    add_rows(x_, buffers_.normed);
   }
 
   // The inner features of a feed-forward layer, in buffers.ffn.
@@ -176,11 +170,7 @@ class Layer {
     experts_cpu(params, buffers_.experts);
     apply_norm(config_, weights.experts_out_norm, buffers_.normed, buffers_.normed, rows_);
     apply_norm(config_, weights.shared_out_norm, shared, shared, rows_);
-    const int64_t size = config_.model_size;
-    const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(size);
-    parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin * size; i < end * size; ++i) buffers_.normed[i] += shared[i];
-    });
+    add_rows(buffers_.normed, shared);
     add_normed(weights.ffn_out_norm);
   }
 
@@ -202,6 +192,15 @@ class Layer {
   }
 
  private:
+  // to += from, both [rows, model_size].
+  void add_rows(float* to, const float* from) const {
+    const int64_t size = config_.model_size;
+    const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(size);
+    parallel_rows(rows_, row_nanoseconds, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin * size; i < end * size; ++i) to[i] += from[i];
+    });
+  }
+
   // Contiguous rows of what `weights` give, in `to`; multiplier: rows of the same shape.
   static linear::LinearOutput output_of(const LinearWeights& weights, float* to,
                                         linear::Activation activation = linear::Activation::kNone,

@@ -45,6 +45,8 @@ inline __m512i code_zeros(const char* group, int j) {
 // numbers [group / 4, 64, 4] = the codes of a group, their zeros subtracted.
 template <class Dot>
 inline void unpack_codes(const char* group, char* numbers) {
+  static_assert(Dot::kGrouped.codes == Codes::kNibbles || !(Dot::kHasZeros || Dot::kHasMinimums),
+                "a number of a table is a signed byte only above its middle");
   for (int j = 0; j < kPanelVectors; ++j) {
     const __m512i zeros = code_zeros<Dot>(group, j);
     for (int e = 0; e < Dot::kGroup; e += 8) {

@@ -54,9 +54,8 @@ struct WeightTiles {
   int first_line, last_line;
 };
 
-// sums [rows of the tiles, 64] = the sums so far, if not the first part, + the products of tiles of
-// rows, kRowTiles of them `row_bytes * height` and `sums` kHeight rows apart, with kColumnTiles
-// tiles of 16 outputs.
+// For each of kRowTiles tiles of rows, whose inputs begin at `input`: sums [rows, 64] = the sums so
+// far, if not the first part, + the products with kColumnTiles tiles of 16 outputs.
 template <class Dot, int kRowTiles, int kColumnTiles>
 inline void add_tiles(const char* const (&input)[kRowTiles], int64_t row_bytes,
                       const WeightTiles& weights, bool is_first,

@@ -116,7 +116,7 @@ void read_packed_row(const PackedLinear& linear, int64_t output, float* row);
 struct QuantizedWeight {
   const uint8_t* values = nullptr;  // [out_features, in_features], at most 15
   const Half* scales = nullptr;     // [out_features, groups]
-  const uint8_t* zeros = nullptr;   // [out_features, groups]; null: 8
+  const uint8_t* zeros = nullptr;   // [out_features, groups], at most 16; null: 8
 };
 
 // Packs it unchanged. shape.format is kInt4, or a format with zeros and with groups of its size,

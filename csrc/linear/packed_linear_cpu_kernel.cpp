@@ -87,6 +87,7 @@ void multiply_panels(const PackedLinear& linear, const LinearInput& input,
 template <class Dot>
 void multiply_panels_by_tiles(const PackedLinear& linear, const LinearInput& input,
                               const LinearOutput& output, int64_t begin, int64_t end) {
+  static_assert(tuning::kRowBlock % kMatrixTileRows == 0, "sums for fewer rows than tiles have");
   if (input.count == 0) return;
   const RowTiles tiles = RowTiles::of(input.count);
   if constexpr (kIsGrouped<Dot>) {

@@ -115,7 +115,7 @@ def test_activations_of_inf_and_nan(activation: str | None) -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 320), st.sampled_from([1, 33, 64, 600, 1100]), st.integers(1, 150))
+@given(st.integers(1, 320), st.sampled_from([1, 33, 64, 512, 600, 1024, 1100]), st.integers(1, 150))
 def test_a_row_is_the_same_in_every_batch(dtype: str, rows: int, inputs: int, outputs: int) -> None:
     x, layer = normal(rows, inputs), PackedLinear(normal(outputs, inputs, seed=1), dtype=dtype)
     together = layer(x, activation="gelu")

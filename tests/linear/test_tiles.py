@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 COMPILER = os.environ.get("CXX", "c++")
 LEAST = 2.0**-126
 SIZES = [(1, 1, 1), (3, 33, 17), (16, 64, 64), (17, 65, 70), (40, 1000, 130), (130, 90, 5)]
+SIZES += [(33, 512, 65), (20, 513, 70)]  # 16 tiles along the depth, and what remains beside them
 
 
 def planted(rows: int, features: int, seed: int) -> torch.Tensor:
