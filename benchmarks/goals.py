@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import lmdecode
 from benchmarks.harness import OURS, Result
 
 
@@ -30,6 +31,9 @@ class Goal:
         All must hold for a case to count.
     unit
         Of the figure; "x" for a ratio.
+    with_tiles
+        Whether it speaks of processors whose matrix units are used, level ``amx``, or of those
+        without; None: of both.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Goal:
     figure: Callable[[Result], float | None]
     conditions: Sequence[Callable[[Result], bool]] = ()
     unit: str = "x"
+    with_tiles: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,10 @@ class GoalOutcome:
 
 
 def evaluate(goals: Sequence[Goal], results: Sequence[Result]) -> list[GoalOutcome]:
-    """Judge each goal on the results."""
+    """Judge each goal that speaks of this processor on the results."""
     outcomes = []
-    for goal in goals:
+    here = (None, lmdecode.cpu_capability() == "amx")
+    for goal in (goal for goal in goals if goal.with_tiles in here):
         figures = [
             (figure, number)
             for number, result in enumerate(results)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,6 +193,42 @@ def test_goal_is_judged_on_its_worst_case() -> None:
     assert outcome.met is False
     (missing,) = evaluate([Goal("name", "cold", "peer", "at least", 5, lambda r: 1.0)], results)
     assert missing.met is None
+
+
+@pytest.mark.usefixtures("from_root")
+@pytest.mark.parametrize("level", ["default", "avx2", "avx512", "amx"])
+def test_a_goal_of_tiles_is_for_processors_that_have_them(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.goals import Goal, evaluate
+
+    monkeypatch.setattr(lmdecode, "cpu_capability", lambda: level)
+    goals = [
+        Goal("name", "warm", peer, "at least", 5, lambda r: 1.0, with_tiles=with_tiles)
+        for peer, with_tiles in (("any", None), ("with", True), ("without", False))
+    ]
+    judged = [outcome.goal.peer for outcome in evaluate(goals, [])]
+    assert judged == ["any", "with" if level == "amx" else "without"]
+
+
+@pytest.mark.usefixtures("from_root")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are x86's")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_the_peak_of_tiles_is_compiled_for_processors_that_have_them(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.attention import peak
+
+    flags = Path("/proc/cpuinfo").read_text()
+    if " amx_tile " in flags and lmdecode.cpu_capability() == "amx":
+        peak.multiply_add(1e6, dtype)()
+        return
+    monkeypatch.setattr(lmdecode, "cpu_capability", lambda: "amx")
+    if " amx_tile " not in flags:
+        assert peak.multiply_add(1e6, dtype) is None  # tiles are emulated
+        monkeypatch.setattr(Path, "read_text", lambda path: f"flags: amx_tile {flags}")
+    assert peak.multiply_add(1e6, dtype) is not None
 
 
 def test_interleaved_spreads_slow_contestants_over_the_rounds() -> None:

@@ -137,9 +137,13 @@ GOALS = [
     *(
         Goal(
             "prefill", "warm", _PEAK, "at least", share, _share_of_limit,
-            _is(dtype="bf16", window=window),
+            _is(dtype="bf16", window=window), with_tiles=False,
         )
         for window, share in ((256, 0.55), (1024, 0.65), (4096, 0.72))
+    ),
+    Goal(
+        "prefill", "warm", "products of tiles in registers", "at least", 0.25, _share_of_limit,
+        _is(dtype="bf16", S=4096, window=1024), with_tiles=True,
     ),
 ]  # fmt: skip
 

@@ -27,6 +27,20 @@ void run(long rounds) {{
       : "+r"(rounds) : : {clobbered});
 }}
 """
+# Eight tiles of 16 rows, 64 bytes each; loading their configuration makes them zeros.
+_SOURCE_OF_TILES = """
+static const struct {{
+  unsigned char palette, start_row, reserved[14];
+  unsigned short row_bytes[16];
+  unsigned char rows[16];
+}} config = {{1, 0, {{0}}, {{64, 64, 64, 64, 64, 64, 64, 64}}, {{16, 16, 16, 16, 16, 16, 16, 16}}}};
+void run(long rounds) {{
+  __asm__ volatile(
+      "ldtilecfg %1\\n 1:\\n {body} dec %0\\n jnz 1b\\n tilerelease\\n"
+      : "+r"(rounds) : "m"(config));
+}}
+"""
+_SUMS = {"ymm": 12, "zmm": 20, "tmm": 6}  # that do not wait for each other
 
 
 def _instruction(dtype: str) -> tuple[str, str, int] | None:
@@ -34,11 +48,13 @@ def _instruction(dtype: str) -> tuple[str, str, int] | None:
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     level = lmdecode.cpu_capability()
-    if level == "amx" and dtype != "f32":
-        return None  # tiles: not measured yet
     if level in ("avx512", "amx"):
         file = Path("/proc/cpuinfo")
         flags = file.read_text() if file.exists() else ""
+        if level == "amx" and dtype in ("bf16", "int8"):
+            if " amx_tile " not in flags:
+                return None  # emulated
+            return ("tdpbf16ps", "tmm", 16384) if dtype == "bf16" else ("tdpbssd", "tmm", 32768)
         if dtype == "bf16" and " avx512_bf16 " in flags:
             return "vdpbf16ps", "zmm", 64
         if dtype == "int8":
@@ -47,19 +63,14 @@ def _instruction(dtype: str) -> tuple[str, str, int] | None:
     return ("vfmadd231ps", "ymm", 16) if level == "avx2" and dtype != "int8" else None
 
 
-def _sums(register: str) -> int:
-    """Sums that do not wait for each other: two more registers are the factors."""
-    return 20 if register == "zmm" else 12
-
-
 @cache
 def _library(instruction: str, register: str) -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return None
-    count = _sums(register)
+    count = _SUMS[register]
     a, b = (f"{register}{count + i}" for i in range(2))
-    source = _SOURCE.format(
+    source = (_SOURCE_OF_TILES if register == "tmm" else _SOURCE).format(
         a=a,
         b=b,
         body="".join(f"{instruction} %%{a},%%{b},%%{register}{i}\\n " for i in range(count)),
@@ -69,7 +80,7 @@ def _library(instruction: str, register: str) -> ctypes.CDLL | None:
         file, library = Path(folder) / "peak.c", Path(folder) / "peak.so"
         file.write_text(source)
         flags = ["-O2", "-shared", "-fPIC", "-x", "c"]
-        flags += ["-mavx512f", "-mavx512vl"] if register == "zmm" else ["-mavx2"]
+        flags += ["-mavx2"] if register == "ymm" else ["-mavx512f", "-mavx512vl"]
         done = subprocess.run([compiler, *flags, str(file), "-o", str(library)], check=False)
         return ctypes.CDLL(str(library)) if done.returncode == 0 else None
 
@@ -93,5 +104,5 @@ def multiply_add(operations: float, dtype: str) -> Callable[[], object] | None:
         return None
     library.run.argtypes = [ctypes.c_long]
     library.run.restype = None
-    rounds = max(1, round(operations / of_one / _sums(register)))
+    rounds = max(1, round(operations / of_one / _SUMS[register]))
     return lambda: library.run(rounds)

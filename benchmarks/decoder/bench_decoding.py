@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -187,22 +187,32 @@ def _is(dtype: str, batch: int) -> Callable[[Result], bool]:
     return condition
 
 
+def _goals(
+    name: str, bounds: Sequence[tuple[str, int, float]], with_tiles: bool | None = None
+) -> list[Goal]:
+    return [
+        Goal(name, "warm", f"{CTRANSLATE2} {PEER_TYPES[dtype]}", "at least", bound, _versus,
+             [_is(dtype, batch)], with_tiles=with_tiles)
+        for dtype, batch, bound in bounds
+    ]  # fmt: skip
+
+
 GOALS = [
-    Goal(STEP, "warm", f"{CTRANSLATE2} {PEER_TYPES[dtype]}", "at least", bound, _versus,
-         [_is(dtype, batch)])
-    for dtype, batch, bound in (
+    *_goals(STEP, (
         ("float32", 1, 2.5), ("float32", 8, 1.6), ("float32", 32, 1.4),
         ("int8", 1, 2.5), ("int8", 8, 1.5), ("int8", 32, 1.5),
         ("bfloat16", 1, 1.0), ("bfloat16", 8, 1.0),
-    )
-] + [
-    Goal(CALL, "warm", f"{CTRANSLATE2} {PEER_TYPES[dtype]}", "at least", bound, _versus,
-         [_is(dtype, batch)])
-    for dtype, batch, bound in (
+    )),
+    *_goals(CALL, (
         ("float32", 1, 2.5), ("float32", 8, 2.0), ("float32", 32, 1.5),
         ("int8", 1, 3.5), ("int8", 8, 2.3), ("int8", 32, 1.8),
         ("bfloat16", 1, 2.2), ("bfloat16", 8, 1.6), ("bfloat16", 32, 1.3),
-    )
+    ), with_tiles=False),
+    *_goals(CALL, (
+        ("float32", 1, 1.7), ("float32", 8, 1.6),
+        ("int8", 1, 2.5), ("int8", 8, 2.5), ("int8", 32, 2.5),
+        ("bfloat16", 1, 1.5), ("bfloat16", 8, 1.5), ("bfloat16", 32, 1.5),
+    ), with_tiles=True),
 ]  # fmt: skip
 
 

@@ -214,7 +214,7 @@ def cases(quick: bool) -> list[Case]:
             clock="process",
         )
         for model in _WHISPERS
-        for dtype in ("float32", "int8")
+        for dtype in ("float32", "bfloat16", "int8")
     ]
     return words + sentences + speech
 
@@ -223,15 +223,25 @@ def _versus(result: Result) -> float | None:
     return result.ratio(CTRANSLATE2)
 
 
-def _of(dtype: str) -> Callable[[Result], bool]:
-    return lambda result: result.case.shape["dtype"] == dtype
+def _of(**shape: str) -> Callable[[Result], bool]:
+    return lambda result: all(result.case.shape[name] == value for name, value in shape.items())
+
+
+def _goal(name: str, bound: float, with_tiles: bool, **shape: str) -> Goal:
+    peer = f"{CTRANSLATE2} {PEER_TYPES[shape['dtype']]}"
+    return Goal(
+        name, "warm", peer, "at least", bound, _versus, [_of(**shape)], with_tiles=with_tiles
+    )
 
 
 GOALS = [
-    Goal(name, "warm", f"{CTRANSLATE2} {dtype}", "at least", bound, _versus, [_of(dtype)])
-    for name, bound in ((WORDS, 1.2), (TRANSCRIBE, 1.5))
-    for dtype in ("float32", "int8")
-]
+    *(_goal(name, bound, False, dtype=dtype)
+      for name, bound in ((WORDS, 1.2), (TRANSCRIBE, 1.5))
+      for dtype in ("float32", "int8")),
+    _goal(WORDS, 1.15, True, dtype="float32"),
+    *(_goal(TRANSCRIBE, bound, True, model="Whisper base", dtype=dtype)
+      for dtype, bound in (("float32", 1.6), ("bfloat16", 1.5), ("int8", 2.0))),
+]  # fmt: skip
 
 
 def goals(results: list[Result]) -> list[GoalOutcome]:

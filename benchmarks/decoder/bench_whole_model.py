@@ -35,6 +35,7 @@ from lmdecode.decoder.huge_memory import new_memory
 
 GROUP = "whole_model"
 PREFILL, STEP, ATTENTION = "prefill", "a step", "attention of a step"
+ONE_ROW = "one row"
 SHARED, OWN = "4 beams of a prompt", "prompts of their own"
 GREEDY, BEAMS = "generate, greedy", "generate, 4 beams"
 LOOKUP, PLAIN = "generate, prompt lookup", "without lookup"
@@ -115,9 +116,12 @@ def _contestants(
     else:
         arguments = ("time_step", tokens, rows, work.steps, clock)
         limit = _limit_of_step(model, dtype, rows, len(tokens), clock)
+        if rows > 1:
+            one_row = partial(calls[OURS], "time_step", tokens, 1, work.steps, clock)
+            calls = {**calls, ONE_ROW: lambda *_: one_row()}
     contestants = [
         # These are ours, too: no peers that ours is to beat.
-        Contestant(n, partial(call, *arguments), complete=n not in (PACKED, OWN, PLAIN))
+        Contestant(n, partial(call, *arguments), complete=n not in (PACKED, OWN, PLAIN, ONE_ROW))
         for n, call in calls.items()
     ]
     if with_peers and limit is not None:
@@ -176,6 +180,7 @@ def cases(quick: bool) -> list[Case]:
         for dtype in formats
     ]
     parts += [_case(SHARED, "heads of A", dtype, 4, behind, ()) for dtype in formats]
+    parts += [_case(STEP, "A", dtype, rows, FULL, ()) for dtype in DTYPES for rows in (16, 32)]
     parts += [_case(LOOKUP, "A", dtype, 1, FULL, ()) for dtype in ("float32", "int8")]
     return whole + parts
 
@@ -200,8 +205,27 @@ def _against(column: str, text: str, bounds: tuple[float, ...], **wanted: object
     ]  # fmt: skip
 
 
-def _limit_goal(name: str, text: str, bound: float, **wanted: object) -> Goal:
-    return Goal(name, "warm", text, "at most", bound, lambda r: r.times_limit, [_of(**wanted)])
+def _limit_goal(
+    name: str, text: str, bound: float, with_tiles: bool | None = None, **wanted: object
+) -> Goal:
+    return Goal(name, "warm", text, "at most", bound, lambda r: r.times_limit, [_of(**wanted)],
+                with_tiles=with_tiles)  # fmt: skip
+
+
+def _rows_goal(dtype: str, rows: int, bound: float) -> Goal:
+    return Goal(STEP, "warm", f"one row, {dtype}", "at most", bound, _against_one_row,
+                [_of(model="A", dtype=dtype, rows=rows)], with_tiles=True)  # fmt: skip
+
+
+def _against_one_row(result: Result) -> float | None:
+    ratio = result.ratio(ONE_ROW)
+    return None if ratio is None else 1 / ratio
+
+
+def _prefill_goal(peer: str, dtype: str, bound: float, model: str = "A") -> Goal:
+    text = f"{peer} {PEER_FORMATS[dtype][peer]}, ours {dtype}"
+    return Goal(PREFILL, "warm", text, "at least", bound, lambda r: r.ratio(peer),
+                [_of(model=model, dtype=dtype)], with_tiles=True)  # fmt: skip
 
 
 def _packed_against_transformers(result: Result) -> float | None:
@@ -212,8 +236,9 @@ def _packed_against_transformers(result: Result) -> float | None:
 GOALS = [
     *(_limit_goal(STEP, f"one read, {dtype}", bound, dtype=dtype, rows=1)
       for dtype, bound in (("float32", 1.1), ("bfloat16", 1.1), ("int8", 1.2), ("int4", 1.35))),
-    *(_limit_goal(PREFILL, f"peak of products, {dtype}", round(1 / share, 2), dtype=dtype)
-      for dtype, share in (("float32", 0.75), ("bfloat16", 0.65), ("int8", 0.5))),
+    *(_limit_goal(PREFILL, f"peak of products, {dtype}", round(1 / share, 2), tiles, dtype=dtype)
+      for dtype, share, tiles in (
+          ("float32", 0.75, None), ("bfloat16", 0.65, False), ("int8", 0.5, False))),
     *_against(OPENVINO, "OpenVINO int8", (1.35, 1.4, 1.4, 1.6), dtype="int8"),
     *_against(LLAMA, "llama.cpp F32", (1.0, 1.6, 1.7, 1.5), dtype="float32"),
     *_against(LLAMA, "llama.cpp BF16", (1.0, 1.6, 1.7, 1.5), dtype="bfloat16"),
@@ -234,6 +259,14 @@ GOALS = [
          lambda r: r.ratio(PLAIN), [_of()]),
     Goal(PREFILL, "warm", "transformers, window of 1024", "at least", 3.0,
          lambda r: r.ratio(TRANSFORMERS), [_of(model="A, window")]),
+    _prefill_goal(TRANSFORMERS, "bfloat16", 3.0),
+    _prefill_goal(TRANSFORMERS, "int8", 3.0),
+    _prefill_goal(OPENVINO, "int8", 3.5),
+    _prefill_goal(OPENVINO, "int4", 2.0),
+    _prefill_goal(TRANSFORMERS, "bfloat16", 4.0, "A, window"),
+    *(_rows_goal(dtype, rows, bound)
+      for dtype in ("bfloat16", "int8")
+      for rows, bound in ((8, 1.15), (16, 1.3), (32, 1.6))),
 ]  # fmt: skip
 
 
@@ -254,6 +287,8 @@ def summary(results: list[Result]) -> list[str]:
             continue
         dtype = str(shape["dtype"])
         for name in result.timings:
+            if name == ONE_ROW:
+                continue
             label = name if name in (OURS, LIMIT) else f"{name} {PEER_FORMATS[dtype][name]}"
             if name in (TORCHAO, DYNAMIC, PACKED):
                 label = PEER_FORMATS[dtype][name]

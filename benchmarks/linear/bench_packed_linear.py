@@ -17,6 +17,7 @@ from benchmarks.limits import streaming_read
 
 GROUP = "packed_linear"
 LINEAR, ONEDNN, FBGEMM = "F.linear", "oneDNN, packed", "FBGEMM, packed"
+ONE_THREAD = "one thread"
 FORMATS = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}
 # Up to so many rows the weight's bytes are the limit, from there on the products.
 _FEW_ROWS = 6
@@ -71,6 +72,8 @@ def _contestants(
     )
     if limit is not None and (threads is None or rows <= _FEW_ROWS):
         contestants.append(Contestant(LIMIT, limit))
+    if threads is not None:  # ours, too: no peer
+        contestants.append(Contestant(ONE_THREAD, partial(layer, x), complete=False, threads=1))
     return [*contestants, *_peers(x, weight, dtype)]
 
 
@@ -110,9 +113,10 @@ def cases(quick: bool) -> list[Case]:
     return [
         *_cases_of("vocabulary", [(rows, 512, 32000) for rows in (1, 4, 8, 32, 128)]),
         *_cases_of("layer, from memory", [(4, 512, 2048), (4, 2048, 512)], caches="cold"),
-        *_cases_of("many rows", [(rows, 512, 2048) for rows in (32, 128, 1024)]),
+        *_cases_of("many rows", [(rows, 512, 2048) for rows in (32, 128, 512, 1024)]),
         *_cases_of("small", [(4, 128, 512), (4, 512, 512), (32, 128, 512)]),
         *_cases_of("two threads", [(4, 512, 32000), (128, 512, 32000)], threads=2),
+        *_cases_of("two threads", [(512, 512, 2048)], threads=2),
     ]
 
 
@@ -130,9 +134,17 @@ GOALS = [
     Goal("many rows", "warm", "the FMA peak", "at most", 1 / 0.75,
          lambda result: result.times_limit, (_is("f32"),)),
     Goal("many rows", "warm", "the bfloat16 peak", "at most", 1 / 0.65,
-         lambda result: result.times_limit, (_is("bf16"),)),
+         lambda result: result.times_limit, (_is("bf16"),), with_tiles=False),
     Goal("many rows", "warm", "the int8 peak", "at most", 1 / 0.6,
-         lambda result: result.times_limit, (_is("int8"),)),
+         lambda result: result.times_limit, (_is("int8"),), with_tiles=False),
+    Goal("many rows", "warm", "the bfloat16 peak of tiles", "at most", 1 / 0.55,
+         lambda result: result.times_limit, (_rows(512, 512), _is("bf16")), with_tiles=True),
+    Goal("many rows", "warm", "the int8 peak of tiles", "at most", 1 / 0.45,
+         lambda result: result.times_limit, (_rows(512, 512), _is("int8")), with_tiles=True),
+    Goal("many rows", "warm", ONEDNN, "at least", 1.1, lambda result: result.ratio(ONEDNN),
+         (_rows(128, 1024), _is("bf16")), with_tiles=True),
+    Goal("two threads", "warm", ONE_THREAD, "at least", 1.85,
+         lambda result: result.ratio(ONE_THREAD), (_rows(512, 512),)),
     Goal("vocabulary", "warm", LINEAR, "at least", 1.0, lambda result: result.ratio(LINEAR),
          (_rows(1, 32),)),
     Goal("vocabulary", "warm", ONEDNN, "at least", 1.0, lambda result: result.ratio(ONEDNN),

@@ -28,6 +28,7 @@ class LmdecodeEngine(Engine):
             model, number_format, cache_dtype=self._cache_dtype
         )
         self._beams: CausalCaches | None = None
+        self._read_rows: dict[object, tuple[CausalCaches, torch.Tensor]] = {}
         for module in model.modules():  # packed by now
             if isinstance(module, torch.nn.Linear):
                 module.weight.data = torch.empty(0)
@@ -60,11 +61,16 @@ class LmdecodeEngine(Engine):
         self._read(self._single, 0, tokens)
 
     def prepare(self, tokens: Sequence[int], rows: int) -> None:
-        self._rows = self._caches(rows)
-        self._entries = torch.tensor([[row, 1, 0, 1] for row in range(rows)])
+        key = (tuple(tokens), rows)
+        if key not in self._read_rows:
+            while len(self._read_rows) > 1:  # two are timed in turns: one row, and more
+                self._read_rows.pop(next(iter(self._read_rows)))
+            caches = self._caches(rows)
+            for row in range(rows):
+                self._read(caches, row, tokens)
+            self._read_rows[key] = caches, torch.tensor([[row, 1, 0, 1] for row in range(rows)])
+        self._rows, self._entries = self._read_rows[key]
         self._length = len(tokens)
-        for row in range(rows):
-            self._read(self._rows, row, tokens)
 
     def rewind(self) -> None:
         rows = self._rows.sequences
