@@ -38,7 +38,11 @@ inline uint32_t largest_magnitude_bits(const float* values, int64_t count, int64
 // Each lane the larger of `largest`, bits of a magnitude, and of value's.
 inline U32 larger_magnitude_bits(U32 largest, F32 value) {
   const U32 bits = bit_cast_u32(value) & splat_u32(0x7fffffffu);
+#if defined(LMD_SIMD_AVX512)
+  return {_mm512_max_epu32(bits.v, largest.v)};
+#else
   return select(bits >= largest, bits, largest);
+#endif
 }
 
 inline uint32_t largest_lane(U32 v) {

@@ -57,31 +57,50 @@ inline F32 load_columns(const float* p, int count) {
   return count >= kLanes ? load(p) : load_part(p, count, 0.0f);
 }
 
-// `count` columns from `column` on of row `row`.
+// `count` columns from `column` on of row `row`. Some vectors together: none waits for the
+// activation of another.
 template <Activation kActivation, class Scalar>
-inline void finish_columns(const Scalar* sums, int64_t row, int64_t column, int count,
-                           float row_scale, const Int8Columns& columns,
-                           const LinearOutput& output) {
-  for (int at = 0; at < count; at += kLanes) {
-    const int left = count - at;
-    F32 value = sums_to_floats(sums + at, at, row_scale, columns);
-    if (output.bias != nullptr) value = value + load_columns(output.bias + column + at, left);
-    value = activate<kActivation>(value);
+__attribute__((always_inline)) inline void finish_columns(const Scalar* sums, int64_t row,
+                                                          int64_t column, int count,
+                                                          float row_scale,
+                                                          const Int8Columns& columns,
+                                                          const LinearOutput& output) {
+  const auto finish = [&]<int kVectors>(int at, int left) __attribute__((always_inline)) {
+    F32 value[kVectors];
+    const auto each = [&](const auto& change) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) change(value[j], j * kLanes);
+    };
+    const auto load_from = [&](const float* p, int i) { return load_columns(p + i, left - i); };
+    each([&](F32& x, int i) { x = sums_to_floats(sums + at + i, at + i, row_scale, columns); });
+    if (output.bias != nullptr) {
+      const float* const bias = output.bias + column + at;
+      each([&](F32& x, int i) { x = x + load_from(bias, i); });
+    }
+    each([&](F32& x, int) { x = activate<kActivation>(x); });
     if (output.multiplier != nullptr) {
-      const float* by = output.multiplier + row * output.multiplier_stride + column + at;
-      value = value * load_columns(by, left);
+      const float* const by = output.multiplier + row * output.multiplier_stride + column + at;
+      each([&](F32& x, int i) { x = x * load_from(by, i); });
     }
     if (output.residual != nullptr) {
-      const float* to = output.residual + row * output.residual_stride + column + at;
-      value = value + load_columns(to, left);
+      const float* const to = output.residual + row * output.residual_stride + column + at;
+      each([&](F32& x, int i) { x = x + load_from(to, i); });
     }
     float* const y = output.y + row * output.y_stride + column + at;
-    if (left >= kLanes) {
-      store(y, value);
-    } else {
-      store_part(y, value, left);
-    }
+    each([&](const F32& x, int i) {
+      if (left - i >= kLanes) {
+        store(y + i, x);
+      } else {
+        store_part(y + i, x, left - i);
+      }
+    });
+  };
+  constexpr int kTogether = 4;
+  int at = 0;
+  for (; count - at >= kTogether * kLanes; at += kTogether * kLanes) {
+    finish.template operator()<kTogether>(at, kTogether * kLanes);
   }
+  for (; at < count; at += kLanes) finish.template operator()<1>(at, count - at);
 }
 
 template <class Scalar>

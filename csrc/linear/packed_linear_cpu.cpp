@@ -207,8 +207,11 @@ void read_packed_row(const PackedLinear& linear, int64_t output, float* row) {
   const char* const panel = base + sizeof(PackedHeader) + output / tile.width * layout.panel_bytes;
   const int64_t first = output % tile.width * tile.values, step = tile.width * tile.values;
   const auto read = [&](const auto* values, const auto& value_of) {
-    for (int64_t i = 0; i < linear.shape.in_features; ++i) {
-      row[i] = value_of(values[i / tile.values * step + first + i % tile.values]);
+    const auto* from = values + first;
+    for (int64_t i = 0; i < linear.shape.in_features; i += tile.values, from += step) {
+      const int64_t left = linear.shape.in_features - i;
+      const int64_t count = left < tile.values ? left : tile.values;
+      for (int64_t k = 0; k < count; ++k) row[i + k] = value_of(from[k]);
     }
   };
   if (is_grouped(format)) {

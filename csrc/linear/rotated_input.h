@@ -8,7 +8,17 @@ namespace lmdecode::LMD_SIMD::linear {
 
 using namespace lmdecode::linear;
 
-// (a, b) -> (a + b, a - b) of lanes kApart apart.
+// 1 where a lane is the first of its pair, -1 where it is the second.
+template <int kApart>
+struct PairSigns {
+  alignas(64) float of[kLanes];
+
+  constexpr PairSigns() : of() {
+    for (int i = 0; i < kLanes; ++i) of[i] = (i & kApart) == 0 ? 1.0f : -1.0f;
+  }
+};
+
+// (a, b) -> (a + b, a - b) of lanes kApart apart: x times its signs, which is exact, + the others.
 template <int kApart>
 inline F32 butterfly_lanes(F32 x) {
 #if defined(LMD_SIMD_AVX512)
@@ -22,14 +32,10 @@ inline F32 butterfly_lanes(F32 x) {
   } else {
     other = _mm512_shuffle_f32x4(x.v, x.v, 0x4e);
   }
-  constexpr __mmask16 kSecond = kApart == 1   ? 0xaaaa
-                                : kApart == 2 ? 0xcccc
-                                : kApart == 4 ? 0xf0f0
-                                              : 0xff00;
-  return {_mm512_mask_sub_ps(_mm512_add_ps(x.v, other), kSecond, other, x.v)};
+  static constexpr PairSigns<kApart> kSigns;
+  return {_mm512_fmadd_ps(x.v, _mm512_load_ps(kSigns.of), other)};
 #elif defined(LMD_SIMD_AVX2)
   __m256 other;
-  constexpr int kSecond = kApart == 1 ? 0xaa : kApart == 2 ? 0xcc : 0xf0;
   if constexpr (kApart == 1) {
     other = _mm256_permute_ps(x.v, 0xb1);
   } else if constexpr (kApart == 2) {
@@ -37,7 +43,8 @@ inline F32 butterfly_lanes(F32 x) {
   } else {
     other = _mm256_permute2f128_ps(x.v, x.v, 1);
   }
-  return {_mm256_blend_ps(_mm256_add_ps(x.v, other), _mm256_sub_ps(other, x.v), kSecond)};
+  static constexpr PairSigns<kApart> kSigns;
+  return {_mm256_fmadd_ps(x.v, _mm256_load_ps(kSigns.of), other)};
 #else
   float lane[kLanes];
   store(lane, x);

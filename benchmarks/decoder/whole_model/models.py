@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **_QWEN, "num_hidden_layers": 4, "vocab_size": 1024, "use_sliding_window": True,
         "sliding_window": 1024, "max_window_layers": 0,
     },
+    "A, 6 layers": {**_QWEN, "num_hidden_layers": 6},
     "heads of A": {
         **_LLAMA, **_SLIM, "num_hidden_layers": 24, "hidden_size": 112,
         "num_attention_heads": 14, "num_key_value_heads": 2,
