@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from os import getpid
 from pathlib import Path
 
@@ -30,7 +31,7 @@ PARTS = {
     # Each is named by what occurs in its functions' names; the first that does counts.
     "attention": r"::attention::",
     "products": r"\badd_(chain|groups|panel|tiles)",
-    "their ends": r"multiply_panels|finish_row",
+    "their ends": r"multiply_panels|\bfinish_(row|columns)",
     "rounding of rows": r"\bprepare|rotate_input",
     "norms": r"_norm_|scale_row",
     "rest": "",
@@ -111,7 +112,7 @@ def main() -> int:
             read = prompt(MODEL, tokens)
             engine.prefill(read)
             try:
-                parts, named = parts_of(sampled(lambda: engine.prefill(read), arguments.seconds))
+                parts, named = parts_of(sampled(partial(engine.prefill, read), arguments.seconds))
             except (ValueError, RuntimeError) as error:
                 print(error, file=sys.stderr)
                 return 1

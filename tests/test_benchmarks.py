@@ -231,6 +231,32 @@ def test_the_peak_of_tiles_is_compiled_for_processors_that_have_them(
     assert peak.multiply_add(1e6, dtype) is not None
 
 
+@pytest.mark.usefixtures("from_root")
+def test_parts_of_a_prompt_by_the_names_of_functions() -> None:
+    from benchmarks.prompt_profile import parts_of
+
+    report = """
+# Overhead;Shared Object;Symbol
+ 40.00%  ;_C.so           ;[.] void lmdecode::avx512_amx::linear::add_panel_by_tiles<...>
+ 20.00%  ;_C.so           ;[.] lmdecode::avx512_bf16::linear::add_chain<BFloat16Pairs, 6, 0>
+  8.00%  ;_C.so           ;[.] lmdecode::avx512_vnni::linear::multiply_panels<Int8Quads>
+  7.00%  ;_C.so           ;[.] lmdecode::avx512_vnni::linear::finish_row<float>
+  6.00%  ;_C.so           ;[.] lmdecode::avx512_bf16::attention::TileAttention<...>::run_strip
+  5.00%  ;_C.so           ;[.] lmdecode::avx512_vnni::linear::(anonymous namespace)::prepare
+  4.00%  ;_C.so           ;[.] lmdecode::avx512::linear::rms_norm_rows
+  3.00%  ;_C.so           ;[.] lmdecode::linear::read_packed_row
+  0.50%  ;[kernel.kallsyms];[k] finish_task_switch.isra.0
+"""
+    parts, named = parts_of(report.splitlines())
+    assert parts == {
+        "attention": 6.0, "products": 60.0, "their ends": 15.0, "rounding of rows": 5.0,
+        "norms": 4.0, "rest": 3.5,
+    }  # fmt: skip
+    assert named == ["lmdecode::linear::read_packed_row 3.0 %"]
+    with pytest.raises(ValueError, match=r"functions of _C\.so have no names; expected"):
+        parts_of(["  9.00%  ;_C.so  ;[.] 0x00000000007d6898"])
+
+
 def test_interleaved_spreads_slow_contestants_over_the_rounds() -> None:
     calls: list[str] = []
 

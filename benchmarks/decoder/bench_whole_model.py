@@ -72,9 +72,7 @@ def _limit_of_prefill(
     model: str, dtype: str, tokens: int, threads: int, clock: str
 ) -> Callable[[], float] | None:
     """Return products in registers, at whose speed a prompt's would be done."""
-    c = models.MODELS[model]
-    head = c["vocab_size"] * c["hidden_size"]
-    products = tokens * (models.linear_weights(model) - head) + head
+    products = models.products_of_prompt(model, tokens)
     share = multiply_add(2.0 * products / _SHARE_OF_PEAK, INSTRUCTIONS[dtype])
     if share is None:
         return None
@@ -312,11 +310,12 @@ def notes() -> list[str]:
         "A step is the middle one of a few, up to the logits; CTranslate2's has the choice of the "
         "token in it. The limit of a step is one read of the packed weights, and of the keys and "
         "values, at the speed of a read in the same turns; that of prefill is the peak of the "
-        "products. In the lines of int8 and int4, transformers is bfloat16. llama.cpp keeps keys "
-        "and values in float16, OpenVINO in uint8 or less, ours in float32 beside float32 weights "
-        "and in bfloat16 else. An engine takes part whose logits are those of transformers in "
-        f"float32: differences up to {LARGEST_DIFFERENCE:g} in float32, correlations from "
-        f"{correlations}. Weights are random: speed alone can be compared."
+        'products, behind the last layer\'s attention those of the last token alone. "One row" is '
+        "a step of ours of one row. In the lines of int8 and int4, transformers is bfloat16. "
+        "llama.cpp keeps keys and values in float16, OpenVINO in uint8 or less, ours in float32 "
+        "beside float32 weights and in bfloat16 else. An engine takes part whose logits are those "
+        f"of transformers in float32: differences up to {LARGEST_DIFFERENCE:g} in float32, "
+        f"correlations from {correlations}. Weights are random: speed alone can be compared."
     ]
     if ENGINES.about:
         versions = (f"{name} {version}" for name, version in ENGINES.about.items())

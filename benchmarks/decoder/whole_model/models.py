@@ -76,6 +76,18 @@ def linear_weights(name: str) -> int:
     return c["num_hidden_layers"] * layer + c["vocab_size"] * size
 
 
+def products_of_prompt(name: str, tokens: int) -> int:
+    """Count the products with weights that the logits behind a prompt need.
+
+    What follows the attention of the last layer is needed of the last token alone.
+    """
+    c = MODELS[name]
+    size, heads = c["hidden_size"], c["num_attention_heads"]
+    queries = heads * c.get("head_dim", size // heads)
+    last = size * (queries + 3 * c["intermediate_size"] + c["vocab_size"])
+    return tokens * (linear_weights(name) - last) + last
+
+
 def cache_values(name: str) -> int:
     """Count the keys and values of a position, all layers."""
     c = MODELS[name]
