@@ -32,8 +32,8 @@ class Goal:
     unit
         Of the figure; "x" for a ratio.
     with_tiles
-        Whether it speaks of processors whose matrix units are used, level ``amx``, or of those
-        without; None: of both.
+        True: it speaks of processors whose matrix units are used, level ``amx``, alone; False: of
+        the others alone; None: of all.
     """
 
     name: str

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -123,6 +123,15 @@ def streaming_read(tensor: Tensor) -> Callable[[], object]:
     best = min(readers, key=_seconds)
     best.tensor = words  # type: ignore[attr-defined]  # keeps the memory alive
     return best
+
+
+def slowest(calls: Sequence[Callable[[], object] | None]) -> Callable[[], object] | None:
+    """Return the call that takes longest, which no kernel that does all of them can beat.
+
+    None where one of them is.
+    """
+    known = [call for call in calls if call is not None]
+    return max(known, key=_seconds) if len(known) == len(calls) else None
 
 
 def _chunks(size: int) -> list[int]:

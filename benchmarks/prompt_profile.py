@@ -77,10 +77,12 @@ def sampled(call: Callable[[], object], seconds: float) -> list[str]:
         data = str(Path(folder) / "perf.data")
         record = ["perf", "record", "-q", "-e", "cpu-clock", "-F", "997", "-p", str(getpid())]
         with subprocess.Popen([*record, "-o", data]) as perf:
-            begin = time.monotonic()
-            while time.monotonic() - begin < seconds:
-                call()
-            perf.send_signal(signal.SIGINT)
+            try:
+                begin = time.monotonic()
+                while time.monotonic() - begin < seconds:
+                    call()
+            finally:
+                perf.send_signal(signal.SIGINT)
         report = ["perf", "report", "-i", data, "--stdio", "-F", "overhead,dso,sym", "-t", ";"]
         done = subprocess.run(report, capture_output=True, text=True, check=False)
     if done.returncode != 0:

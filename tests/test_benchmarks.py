@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import platform
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -228,7 +230,54 @@ def test_the_peak_of_tiles_is_compiled_for_processors_that_have_them(
     if " amx_tile " not in flags:
         assert peak.multiply_add(1e6, dtype) is None  # tiles are emulated
         monkeypatch.setattr(Path, "read_text", lambda path: f"flags: amx_tile {flags}")
+        monkeypatch.setattr(peak, "_tiles_are_permitted", lambda: True)
     assert peak.multiply_add(1e6, dtype) is not None
+
+
+@pytest.mark.usefixtures("from_root")
+def test_each_goal_speaks_of_a_case() -> None:
+    from benchmarks.discovery import discover
+    from benchmarks.harness import Result
+
+    for benchmark in discover():
+        code = importlib.import_module(f"benchmarks.{benchmark.name}")
+        results = [Result(case, 1, {}, {}) for case in benchmark.cases(False)]
+        for goal in getattr(code, "GOALS", ()):
+            of_goal = [
+                r for r in results if (r.case.name, r.case.caches) == (goal.name, goal.caches)
+            ]
+            assert any(all(c(r) for c in goal.conditions) for r in of_goal), (benchmark.name, goal)
+
+
+@pytest.mark.usefixtures("from_root")
+def test_products_of_a_prompt() -> None:
+    """Counted matrix by matrix, for each token that its result is needed of."""
+    from benchmarks.decoder.whole_model import models
+
+    c = models.MODELS["tiny"]
+    size, keys = c["hidden_size"], c["num_key_value_heads"] * 64
+    before, behind = size * size + 2 * size * keys, size * size + 3 * size * c["intermediate_size"]
+    head = size * c["vocab_size"]
+    for tokens in (1, 24):
+        one_layer = tokens * (before + behind)
+        expected = one_layer + tokens * before + behind + head
+        assert models.products_of_prompt("tiny", tokens) == expected
+    assert models.products_of_prompt("tiny", 1) == models.linear_weights("tiny")
+
+
+@pytest.mark.usefixtures("from_root")
+def test_the_slowest_of_calls() -> None:
+    from benchmarks.limits import slowest
+
+    def short() -> None:
+        time.sleep(0.001)
+
+    def long() -> None:
+        time.sleep(0.05)
+
+    assert slowest([short, long]) is long
+    assert slowest([long, short]) is long
+    assert slowest([short, None]) is None
 
 
 @pytest.mark.usefixtures("from_root")

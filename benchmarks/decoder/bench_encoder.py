@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import lmdecode
 from benchmarks.attention.peak import INSTRUCTIONS, multiply_add
 from benchmarks.decoder.bench_decoding import TRANSFORMERS, make_model
 from benchmarks.harness import LIMIT, OURS, Case, Contestant
@@ -41,15 +42,16 @@ def _whisper(layers: int, size: int, frames: int) -> Any:
 
 
 def _limit(config: EncoderConfig, lengths: Tensor, dtype: str) -> Callable[[], object] | None:
-    """Return all products: of the linear layers in ``dtype``, of attention in float32."""
+    """Return all products: of the linear layers in ``dtype``, of attention as ours does them."""
     shapes = linear_shapes(config)
     if not config.gated:
         del shapes["ffn_gate"]
     linear = int(lengths.sum()) * sum(map(math.prod, shapes.values()))
     attention = 2 * int((lengths * lengths).sum()) * config.attention_size  # keys, then values
+    by_tiles = lmdecode.cpu_capability() == "amx" and dtype != "float32"
     parts = (
         multiply_add(2.0 * config.num_layers * linear, INSTRUCTIONS[dtype]),
-        multiply_add(2.0 * config.num_layers * attention, "f32"),
+        multiply_add(2.0 * config.num_layers * attention, "bf16" if by_tiles else "f32"),
     )
     if None in parts:
         return None
@@ -158,5 +160,6 @@ def notes() -> list[str]:
         "weights. transformers computes in float32 beside int8, and pads sentences to the longest. "
         "Whisper's rows are those behind its convolutions, which neither computes. The limit is "
         "the peak of the products: those of linear layers in the dtype, those of attention in "
-        "float32, which ours takes in every dtype; norms, activations and softmax are not in it."
+        "float32, which ours takes in every dtype without matrix units; norms, activations and "
+        "softmax are not in it."
     ]

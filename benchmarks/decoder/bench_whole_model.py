@@ -114,7 +114,7 @@ def _contestants(
     else:
         arguments = ("time_step", tokens, rows, work.steps, clock)
         limit = _limit_of_step(model, dtype, rows, len(tokens), clock)
-        if rows > 1:
+        if with_peers and rows > 1:
             one_row = partial(calls[OURS], "time_step", tokens, 1, work.steps, clock)
             calls = {**calls, ONE_ROW: lambda *_: one_row()}
     contestants = [
@@ -211,7 +211,8 @@ def _limit_goal(
 
 
 def _rows_goal(dtype: str, rows: int, bound: float) -> Goal:
-    return Goal(STEP, "warm", f"one row, {dtype}", "at most", bound, _against_one_row,
+    text = f"one row, ours {rows} in {dtype}"
+    return Goal(STEP, "warm", text, "at most", bound, _against_one_row,
                 [_of(model="A", dtype=dtype, rows=rows)], with_tiles=True)  # fmt: skip
 
 
@@ -221,7 +222,7 @@ def _against_one_row(result: Result) -> float | None:
 
 
 def _prefill_goal(peer: str, dtype: str, bound: float, model: str = "A") -> Goal:
-    text = f"{peer} {PEER_FORMATS[dtype][peer]}, ours {dtype}"
+    text = f"{peer} {PEER_FORMATS[dtype][peer]}, ours {dtype}, model {model}"
     return Goal(PREFILL, "warm", text, "at least", bound, lambda r: r.ratio(peer),
                 [_of(model=model, dtype=dtype)], with_tiles=True)  # fmt: skip
 

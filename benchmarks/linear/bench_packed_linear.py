@@ -13,14 +13,13 @@ import lmdecode
 from benchmarks.attention.peak import multiply_add
 from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
-from benchmarks.limits import streaming_read
+from benchmarks.limits import slowest, streaming_read
 
 GROUP = "packed_linear"
 LINEAR, ONEDNN, FBGEMM = "F.linear", "oneDNN, packed", "FBGEMM, packed"
 ONE_THREAD = "one thread"
 FORMATS = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}
-# Up to so many rows the weight's bytes are the limit, from there on the products.
-_FEW_ROWS = 6
+_FEW_ROWS = 6  # up to so many the weight's bytes are the limit, without matrix units
 
 
 @lru_cache(maxsize=1)
@@ -65,11 +64,9 @@ def _contestants(
     contestants = [Contestant(OURS, partial(layer, x))]
     if not with_peers:
         return contestants
-    limit = (
-        streaming_read(layer.packed.view(torch.float32))
-        if rows <= _FEW_ROWS
-        else multiply_add(2.0 * rows * inputs * outputs, dtype)
-    )
+    read = streaming_read(layer.packed.view(torch.float32))
+    products = multiply_add(2.0 * rows * inputs * outputs, dtype)  # one thread's
+    limit = read if threads is not None else slowest([read, products])
     if limit is not None and (threads is None or rows <= _FEW_ROWS):
         contestants.append(Contestant(LIMIT, limit))
     if threads is not None:  # ours, too: no peer

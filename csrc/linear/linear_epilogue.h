@@ -57,14 +57,21 @@ inline F32 load_columns(const float* p, int count) {
   return count >= kLanes ? load(p) : load_part(p, count, 0.0f);
 }
 
-// `count` columns from `column` on of row `row`. Some vectors together: none waits for the
-// activation of another.
+// Vectors that are finished together, so that none waits for the activation of another: with
+// AVX-512 those of a panel. There a call for each row of a panel would take as long as its end.
+#if defined(LMD_SIMD_AVX512)
+constexpr int kFinishedTogether = kPanelVectors;
+#define LMD_INLINE_END __attribute__((always_inline)) inline
+#else
+constexpr int kFinishedTogether = 1;
+#define LMD_INLINE_END inline
+#endif
+
+// `count` columns from `column` on of row `row`.
 template <Activation kActivation, class Scalar>
-__attribute__((always_inline)) inline void finish_columns(const Scalar* sums, int64_t row,
-                                                          int64_t column, int count,
-                                                          float row_scale,
-                                                          const Int8Columns& columns,
-                                                          const LinearOutput& output) {
+LMD_INLINE_END void finish_columns(const Scalar* sums, int64_t row, int64_t column, int count,
+                                   float row_scale, const Int8Columns& columns,
+                                   const LinearOutput& output) {
   const auto finish = [&]<int kVectors>(int at, int left) __attribute__((always_inline)) {
     F32 value[kVectors];
     const auto each = [&](const auto& change) __attribute__((always_inline)) {
@@ -95,13 +102,16 @@ __attribute__((always_inline)) inline void finish_columns(const Scalar* sums, in
       }
     });
   };
-  constexpr int kTogether = 4;
   int at = 0;
-  for (; count - at >= kTogether * kLanes; at += kTogether * kLanes) {
-    finish.template operator()<kTogether>(at, kTogether * kLanes);
+  if constexpr (kFinishedTogether > 1) {
+    constexpr int kTogether = kFinishedTogether * kLanes;
+    for (; count - at >= kTogether; at += kTogether) {
+      finish.template operator()<kFinishedTogether>(at, kTogether);
+    }
   }
   for (; at < count; at += kLanes) finish.template operator()<1>(at, count - at);
 }
+#undef LMD_INLINE_END
 
 template <class Scalar>
 inline void finish_row(const Scalar* sums, int64_t row, int64_t column, int count, float row_scale,

@@ -77,9 +77,9 @@ def linear_weights(name: str) -> int:
 
 
 def products_of_prompt(name: str, tokens: int) -> int:
-    """Count the products with weights that the logits behind a prompt need.
+    """Count the products with weights that are done for the logits behind a prompt.
 
-    What follows the attention of the last layer is needed of the last token alone.
+    What follows the attention of the last layer is done for the last token alone.
     """
     c = MODELS[name]
     size, heads = c["hidden_size"], c["num_attention_heads"]

@@ -71,6 +71,7 @@ class LmdecodeEngine(Engine):
             self._read_rows[key] = caches, torch.tensor([[row, 1, 0, 1] for row in range(rows)])
         self._rows, self._entries = self._read_rows[key]
         self._length = len(tokens)
+        self.rewind()
 
     def rewind(self) -> None:
         rows = self._rows.sequences
