@@ -313,10 +313,12 @@ def notes() -> list[str]:
         "values, at the speed of a read in the same turns; that of prefill is the peak of the "
         'products, behind the last layer\'s attention those of the last token alone. "One row" is '
         "a step of ours of one row. In the lines of int8 and int4, transformers is bfloat16. "
-        "llama.cpp keeps keys and values in float16, OpenVINO in uint8 or less, ours in float32 "
-        "beside float32 weights and in bfloat16 else. An engine takes part whose logits are those "
-        f"of transformers in float32: differences up to {LARGEST_DIFFERENCE:g} in float32, "
-        f"correlations from {correlations}. Weights are random: speed alone can be compared."
+        "On processors with AMX llama.cpp goes without its own layouts of weights, with which "
+        "builds by gcc 12 die there. It keeps keys and values in float16, OpenVINO in uint8 or "
+        "less, ours in float32 beside float32 weights and in bfloat16 else. An engine takes part "
+        "whose logits are those of transformers in float32: differences up to "
+        f"{LARGEST_DIFFERENCE:g} in float32, correlations from {correlations}. Weights are random: "
+        "speed alone can be compared."
     ]
     if ENGINES.about:
         versions = (f"{name} {version}" for name, version in ENGINES.about.items())

@@ -26,6 +26,15 @@ def _quiet(level: int, text: bytes, data: object) -> None:
     pass
 
 
+def _has_tiles() -> bool:
+    """Tell whether llama.cpp goes without its own layouts of weights.
+
+    Builds by gcc 12 die with them on processors with AMX: install_peers.sh has the reason.
+    """
+    file = Path("/proc/cpuinfo")
+    return file.exists() and " amx_tile " in file.read_text()
+
+
 def _model_file(folder: Path, number_format: str) -> Path:
     """Return the GGUF file, written where it is not there yet."""
     whole = folder / "F32.gguf"
@@ -55,9 +64,9 @@ class LlamaCppEngine(Engine):
         llama.llama_log_set(_quiet, ctypes.c_void_p(0))
         llama.llama_backend_init()
         file = _model_file(folder, number_format)
-        self._model = llama.llama_model_load_from_file(
-            str(file).encode(), llama.llama_model_default_params()
-        )
+        options = llama.llama_model_default_params()
+        options.use_extra_bufts = not _has_tiles()
+        self._model = llama.llama_model_load_from_file(str(file).encode(), options)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {file}")
         vocab = llama.llama_model_get_vocab(self._model)
