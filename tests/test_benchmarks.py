@@ -6,7 +6,6 @@ import importlib
 import json
 import platform
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -266,18 +265,19 @@ def test_products_of_a_prompt() -> None:
 
 
 @pytest.mark.usefixtures("from_root")
-def test_the_slowest_of_calls() -> None:
-    from benchmarks.limits import slowest
+def test_the_slowest_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import limits
 
-    def short() -> None:
-        time.sleep(0.001)
+    def short() -> float:
+        return 1.0
 
-    def long() -> None:
-        time.sleep(0.05)
+    def long() -> float:
+        return 2.0
 
-    assert slowest([short, long]) is long
-    assert slowest([long, short]) is long
-    assert slowest([short, None]) is None
+    monkeypatch.setattr(limits, "_seconds", lambda call: call())
+    assert limits.slowest([short, long]) is long
+    assert limits.slowest([long, short]) is long
+    assert limits.slowest([short, None]) is None
 
 
 @pytest.mark.usefixtures("from_root")

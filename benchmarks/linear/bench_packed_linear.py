@@ -112,8 +112,9 @@ def cases(quick: bool) -> list[Case]:
         *_cases_of("layer, from memory", [(4, 512, 2048), (4, 2048, 512)], caches="cold"),
         *_cases_of("many rows", [(rows, 512, 2048) for rows in (32, 128, 512, 1024)]),
         *_cases_of("small", [(4, 128, 512), (4, 512, 512), (32, 128, 512)]),
-        *_cases_of("two threads", [(4, 512, 32000), (128, 512, 32000)], threads=2),
-        *_cases_of("two threads", [(512, 512, 2048)], threads=2),
+        *_cases_of(
+            "two threads", [(4, 512, 32000), (128, 512, 32000), (512, 512, 2048)], threads=2
+        ),
     ]
 
 
