@@ -112,10 +112,10 @@ lint: dev
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
 
-# Not --quiet: under it --strict sees no warnings.
 # The packages of tests and lint beside the build, for pytest by hand.
 dev: setup $(VENV)/.packages-test $(VENV)/.packages-lint
 
+# Not --quiet: under it --strict sees no warnings.
 docs: setup $(VENV)/.packages-test $(VENV)/.packages-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
 	@echo "build/site/index.html"
