@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
@@ -10,7 +12,7 @@ from lmdecode.decoding import Decoding
 __all__ = ["CONTEXT", "VOCAB", "random_model"]
 
 #: The longest text that the model is for, and its tokens.
-CONTEXT, VOCAB = 1024, 2048
+CONTEXT, VOCAB = 2048, 2048
 _LAYERS, _SIZE, _HEADS, _KV_HEADS, _HEAD_SIZE, _FFN = 3, 192, 6, 2, 32, 512
 _BASE = 10000.0  # of the rotary embedding
 
@@ -32,7 +34,7 @@ def random_model(dtype: str, cache_dtype: str | None = None, seed: int = 0) -> D
 
     projected = (_HEADS + 2 * _KV_HEADS) * _HEAD_SIZE
     ones = torch.ones(_SIZE)
-    nothing = dict.fromkeys(CausalLayerWeights._fields)
+    nothing: dict[str, Any] = dict.fromkeys(CausalLayerWeights._fields)
     layers = [
         CausalLayerWeights(**nothing)._replace(
             attention_norm_gamma=ones,

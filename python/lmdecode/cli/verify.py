@@ -15,7 +15,7 @@ from lmdecode.cli.random_model import CONTEXT, VOCAB, random_model
 from lmdecode.cli.shipped_models import CAUSAL_MODEL, shipped_model
 from lmdecode.cli.verify_checks import Checks, Found, NotChecked
 from lmdecode.cli.verify_store import ProcessError
-from lmdecode.cli.verify_texts import Texts, digest
+from lmdecode.cli.verify_texts import COMPARED, Texts, digest
 from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
 from lmdecode.serving.text_model import local_path
@@ -31,10 +31,10 @@ _TEXT = (
 )
 _RANDOM_TOKENS = [(17 * i * i + 5 * i + 3) % VOCAB for i in range(61)]
 _WIDTH = 34  # of the names of lines
-_DIGESTS = """\
-Digests are of the tokens and log-probabilities of {count} texts, greedy, sampled and by beams, and
-of the results of ops (sampling, beams, caches, products of integers) for fixed inputs. Ops have the
-same bits at every CPU level. Texts have others at each, as sums of floats round differently."""
+_ABOUT = f"""\
+A digest is of {len(COMPARED)} texts (tokens and log-probabilities; greedy, sampled, beams), or of
+what ops (sampling, beams, caches, integer products) give for fixed inputs. Ops have
+the same bits at every CPU level; texts have others, as floats are summed otherwise."""
 
 
 class _Model(NamedTuple):
@@ -107,30 +107,31 @@ class _Lines:
 
     def _text_of(self, found: Found) -> str:
         differing = found.differing
-        verdict = "" if found.expected is None else "same"
-        if differing:
-            verdict = f"DIFFERS: {'; '.join(differing)}"
+        verdict = f"DIFFERS: {'; '.join(differing)}" if differing else "same"
         if found.fault:
             verdict += f"; WRONG: {found.fault}"
-        is_wrong = bool(differing or found.fault)
-        self._wrong += is_wrong
-        self._same += not is_wrong
+        if differing or found.fault:
+            self._wrong += 1
+        elif found.expected is None:
+            verdict = ""
+        else:
+            self._same += 1
         note = f" ({found.note})" if found.note else ""
         return f"{digest(found.bits)}  {verdict}{note}"
 
     def end(self) -> int:
         """Write the last line, and return the exit status."""
         missing = f"; {self._not_checked} not checked" if self._not_checked else ""
-        checked = self._same + self._wrong
-        print(f"{self._same} of {checked} lines have the same bits{missing}", flush=True)
+        count = self._same + self._wrong
+        print(f"{self._same} of {count} comparisons found the same bits{missing}", flush=True)
         return 1 if self._wrong else 0
 
 
 def _run(given: argparse.Namespace) -> int:
+    print(_ABOUT, flush=True)
     model = _model(given)
-    formats = [model.decoding.decoder.weight_format, f"caches {model.decoding.cache_dtype}"]
-    print(f"model: {model.name}, {', '.join(formats)}")
-    print(_DIGESTS.format(count=len(model.texts.compared)), flush=True)
+    formats = (model.decoding.decoder.weight_format, model.decoding.cache_dtype)
+    print(f"model: {model.name}; weights {formats[0]}, caches {formats[1]}", flush=True)
     lines = _Lines()
     with tempfile.TemporaryDirectory(prefix="lmdecode-verify-") as folder:
         checks = Checks(model.decoding, model.texts, Path(folder), model.saved)

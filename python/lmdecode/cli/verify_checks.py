@@ -13,7 +13,7 @@ import torch
 import lmdecode
 from lmdecode.cli.verify_ops import OPS, bits_of_ops
 from lmdecode.cli.verify_process import Plan
-from lmdecode.cli.verify_store import AfterKill, after_kill, process_facts
+from lmdecode.cli.verify_store import AfterKill, ProcessError, after_kill, process_facts
 from lmdecode.cli.verify_texts import (
     BATCH,
     Bits,
@@ -142,10 +142,9 @@ class Checks:
         alone = self._write_alone(
             assistant_model=self._decoding, assistant_confidence_threshold=0.0
         )
-        accepted = [batch.accepted, alone.accepted]
         note = (
-            f"accepted: {batch.accepted} of {batch.drafted} tokens of prompt lookup, "
-            f"{alone.accepted} of {alone.drafted} of the model itself"
+            f"accepted: {batch.accepted} of {batch.drafted} by lookup, "
+            f"{alone.accepted} of {alone.drafted} own"
         )
         fault = "" if alone.accepted else "a model's own drafts were not accepted"
         return self._found(self._alone.bits, batch, alone, note=note, fault=fault)
@@ -161,7 +160,7 @@ class Checks:
             try:
                 self._decoding.save(model)
             except OSError as error:
-                raise NotChecked(f"the model cannot be saved for other processes: {error}") from error
+                raise NotChecked(f"other processes cannot have the model: {error}") from error
         path = self._folder / "plan.json"
         plan = Plan(
             str(model.absolute()), self._decoding.cache_dtype,
@@ -198,40 +197,47 @@ class Checks:
 
     def _after_kill(self, around: Callable[[], AfterKill]) -> Found:
         found = around()
+        whole = _checked(found.whole)
         tokens = sum(len(asked.prompt) for asked in self._texts.compared)
-        lost = sum(max(0, n - m) for n, m in zip(found.stored, found.whole.cached, strict=True))
+        lost = sum(max(0, n - m) for n, m in zip(found.stored, whole.cached, strict=True))
         return self._found(
             self._alone.bits,
-            found.whole,
-            note=f"{sum(found.whole.cached)} of {tokens} tokens of prompts were in the store",
+            whole,
+            note=f"{sum(whole.cached)} of {tokens} prompt tokens loaded",
             fault=f"{lost} tokens are lost whose write was acknowledged" if lost else "",
         )
 
     def _with_a_flip(self, around: Callable[[], AfterKill]) -> Found:
         found = around()
-        stored = found.whole.cached[found.damaged]
-        served = found.broken.cached[found.damaged]
-        return self._found(
-            self._alone.bits,
-            found.broken,
-            note=f"refused: {served} of its prompt's {stored} stored tokens were served",
-            fault="the damaged keys were served" if served >= stored else "",
-        )
+        of = found.damaged
+        whole, broken = _checked(found.whole), _checked(found.broken)
+        stored, served = found.stored[of], broken.cached[of]
+        if whole.cached[of] < stored:
+            raise NotChecked("its keys were not found before they were damaged either")
+        if served >= stored:
+            return self._found(self._alone.bits, broken, fault="damaged keys were loaded")
+        note = f"refused: {served} of {stored} prompt tokens loaded"
+        return self._found(self._alone.bits, broken, note=note)
+
+
+def _checked(written: Written | ProcessError) -> Written:
+    if isinstance(written, ProcessError):
+        raise written
+    return written
 
 
 def _once(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that calls another one once, for several lines; an error is raised again."""
+    """Return a function that calls another one once; it raises that one's error each time."""
     outcome: list[Any] = []
 
     def call() -> Any:
         if not outcome:
             try:
-                outcome.append((function(), None))
+                outcome.append(function())
             except Exception as error:
-                outcome.append((None, error))
-        found, error = outcome[0]
-        if error is not None:
-            raise error
-        return found
+                outcome.append(error)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
 
     return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lmdecode._memory import bytes_of
 from lmdecode.beam.ops import beam_step, log_softmax_top_k
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.cli.verify_texts import Bits, digest
@@ -19,7 +21,9 @@ from lmdecode.sampling.sampler import Sampler
 
 __all__ = ["OPS", "bits_of_ops"]
 
-_VOCABS = (1, 33, 1000, 4099, 32000)  # some end within a vector
+# Vocabularies, some of which end within a vector, and rows: many of the small ones, where the last
+# bit of each weight shows in a log-probability.
+_VOCABS = ((1, 4), (5, 128), (17, 128), (33, 128), (100, 64), (1000, 16), (4099, 4), (32000, 2))
 _FILTERS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.0},
@@ -37,7 +41,8 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.1,
      "no_repeat_ngram_size": 2, "dry_multiplier": 0.8, "top_k": 40},
 )  # fmt: skip
-_ROWS = 6
+_SAMPLER_VOCABS = ((33, 64), (1000, 16), (4099, 4))
+_BEAM_VOCABS = ((17, 64), (33, 64), (1000, 8), (4099, 4))  # vocabularies, and requests
 _STEPS = 4
 
 
@@ -56,44 +61,46 @@ def _integers(high: int, *shape: int, seed: int = 0) -> Tensor:
 
 
 def _samples() -> Iterator[Any]:
-    for vocab in _VOCABS:
+    for vocab, rows in _VOCABS:
         for number, filters in enumerate(_FILTERS):
             for kind in (torch.float32, torch.bfloat16):
-                logits = _values(_ROWS, vocab, seed=number).to(kind)
+                logits = _values(rows, vocab, seed=number).to(kind)
                 yield top_k_top_p_sample(
                     logits, **filters, seed=number, return_logits=True, return_logprob=True
                 )
 
 
 def _stages() -> Iterator[Any]:
-    for vocab in _VOCABS[1:4]:
+    for vocab, rows in _SAMPLER_VOCABS:
         for number, parameters in enumerate(_STAGES):
             sampler = Sampler(
-                _ROWS, vocab, seed=list(range(_ROWS)), num_logprobs=8, return_logits=True,
+                rows, vocab, seed=list(range(rows)), num_logprobs=8, return_logits=True,
                 **parameters,
             )  # fmt: skip
             for step in range(_STEPS):
-                out = sampler.sample(_values(_ROWS, vocab, seed=10 * number + step))
+                out = sampler.sample(_values(rows, vocab, seed=10 * number + step))
                 yield [tensor.clone() for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
 
 
 def _beams() -> Iterator[Any]:
-    beams, requests = 3, 2
-    for vocab in _VOCABS[1:]:
+    beams = 3
+    for vocab, requests in _BEAM_VOCABS:
         state = new_beam_state(requests, beams, _STEPS + 1)
         state.lengths.fill_(1)
         parameters = beam_parameters(requests, beams, end_tokens=[7], max_lengths=_STEPS + 1)
+        rows = requests * beams
         processors: tuple[dict[str, Any], ...] = (
             {},
-            {"sequences": _integers(vocab, requests * beams, 9), "repetition_penalty": 1.3,
-             "no_repeat_ngram_size": 2, "bias": _values(requests * beams, vocab, scale=0.3)},
+            {"sequences": _integers(vocab, rows, 9), "repetition_penalty": 1.3,
+             "no_repeat_ngram_size": 2, "bias": _values(rows, vocab, scale=0.3),
+             "suppressed_tokens": _integers(vocab, 3), "end_tokens": torch.tensor([7]),
+             "min_lengths": 12, "diversity_tokens": _integers(vocab, requests, 2),
+             "diversity_penalty": 0.4},
         )  # fmt: skip
         for step in range(_STEPS):
-            logits = _values(requests * beams, vocab, seed=step)
+            logits, scores = _values(rows, vocab, seed=step), _values(rows, seed=step)
             for more in processors:
-                found = log_softmax_top_k(
-                    logits, _values(requests * beams, seed=step), 2 * beams, num_beams=beams, **more
-                )
+                found = log_softmax_top_k(logits, scores, 2 * beams, num_beams=beams, **more)
                 yield found
             yield beam_step(state, parameters, found.scores, found.tokens, found.beams)
             yield state
@@ -101,10 +108,12 @@ def _beams() -> Iterator[Any]:
 
 def _caches() -> Iterator[Any]:
     parents = torch.tensor([2, 0, 0, 3, 1])
+    shapes = ((0, (5, 2, 3, 32)), (0, (5, 2, 700, 31)), (1, (300, 5, 7)), (0, (5, 2, 1700, 128)))
     for kind in (torch.float32, torch.bfloat16, torch.int8):
-        for length in (3, 65, 700):
-            caches = [_values(5, 2, length, 32, seed=i).clamp(-99, 99).to(kind) for i in range(2)]
-            reorder_cache_(caches, parents)
+        for dim, shape in shapes:
+            numbers = torch.arange(math.prod(shape), dtype=torch.int32)
+            caches = [((i + 1) * numbers % 101).to(kind).view(shape) for i in range(2)]
+            reorder_cache_(caches, parents, batch_dim=dim)
             yield caches
 
 
@@ -127,13 +136,11 @@ OPS: dict[str, Callable[[], Iterator[Any]]] = {
 }
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 def bits_of_ops() -> Bits:
     """Return a digest of the results of each kind, by the kernels of this process."""
     return tuple(
-        digest([_bytes(part) for part in tree_leaves(list(calls())) if isinstance(part, Tensor)])
+        digest(
+            [bytes_of(x.contiguous()) for x in tree_leaves(list(calls())) if isinstance(x, Tensor)]
+        )
         for calls in OPS.values()
     )

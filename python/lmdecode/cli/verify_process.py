@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import lmdecode
+from lmdecode.cli.errors import one_line
 from lmdecode.cli.verify_ops import bits_of_ops
 from lmdecode.cli.verify_texts import Asked, Texts, write_alone, write_in_a_batch
 from lmdecode.decoding import Decoding
@@ -103,14 +104,18 @@ def _read(plan: Plan, *store_folders: str) -> None:
 
     decoding, texts = plan.load()
     for folder in store_folders:
-        with KVStore(
-            folder, fingerprint=decoding.fingerprint(), capacity_bytes=_CAPACITY_BYTES
-        ) as store:
-            written = write_alone(decoding, texts.compared, store=store)
-        _tell(bits=written.bits, cached=written.cached)
+        try:
+            with KVStore(
+                folder, fingerprint=decoding.fingerprint(), capacity_bytes=_CAPACITY_BYTES
+            ) as store:
+                written = write_alone(decoding, texts.compared, store=store)
+        except (OSError, RuntimeError, ValueError) as error:
+            _tell(failure=one_line(error))
+        else:
+            _tell(bits=written.bits, cached=written.cached)
 
 
-_TASKS = {"level": _level, "write": _write, "read": _read}
+_TASKS: dict[str, Callable[..., None]] = {"level": _level, "write": _write, "read": _read}
 
 
 def main(task: str, plan: str, *arguments: str) -> None:

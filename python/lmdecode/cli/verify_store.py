@@ -26,7 +26,8 @@ _ACKNOWLEDGED = 8  # prompts, when the writer is killed
 _MAGIC, _ALIGNED = b"LMDKVSLT", 4096
 _HEADER = struct.Struct("<8sIIQQIIII")  # magic, version, size, area, num_tokens, count, ..., planes
 _CHECKSUMS, _CHECKSUM_BYTES, _TOKEN_BYTES = 120, 4, 4
-_FLIPPED = 0x40  # of the last byte of a float: a bit of its exponent
+# Of the last key the byte before the last: of a float the highest bit of its mantissa.
+_FLIPPED, _FROM_END = 0x40, 2
 
 
 class ProcessError(Exception):
@@ -86,14 +87,14 @@ class AfterKill(NamedTuple):
     stored
         Of each prompt: how many tokens the writer knew to be stored; 0: it did not come so far.
     whole, broken
-        What was written with the store, and with a copy in which a byte is flipped.
+        What was written with the store, and with a copy in which a byte is flipped; or why not.
     damaged
         The number of the prompt whose keys have the flipped byte.
     """
 
     stored: tuple[int, ...]
-    whole: Written
-    broken: Written
+    whole: Written | ProcessError
+    broken: Written | ProcessError
     damaged: int
 
 
@@ -140,9 +141,15 @@ def _flip_a_byte(folder: Path, prompt: Sequence[int], token_bytes: int) -> None:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             for place, before, tokens, header in _slots(memory):
                 if tokens and list(tokens) == list(prompt[before:]):
-                    memory[place + header + len(tokens) * token_bytes - 1] ^= _FLIPPED
+                    memory[place + header + len(tokens) * token_bytes - _FROM_END] ^= _FLIPPED
                     return
     raise ProcessError(f"the {len(prompt)} stored tokens of a prompt are in no slot")
+
+
+def _written(facts: dict[str, Any]) -> Written | ProcessError:
+    if "failure" in facts:
+        return ProcessError(facts["failure"])
+    return Written(tuple(facts["bits"]), tuple(facts["cached"]))
 
 
 def after_kill(
@@ -178,8 +185,5 @@ def after_kill(
         return None
     shutil.copytree(killed, damaged, ignore=shutil.ignore_patterns("socket"))
     _flip_a_byte(damaged, prompts[longest][: stored[longest]], token_bytes)
-    written = [
-        Written(tuple(facts["bits"]), tuple(facts["cached"]))
-        for facts in process_facts("read", plan, killed, damaged)
-    ]
-    return AfterKill(stored, *written, longest)
+    whole, broken = map(_written, process_facts("read", plan, killed, damaged))
+    return AfterKill(stored, whole, broken, longest)

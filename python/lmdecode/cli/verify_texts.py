@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lmdecode._memory import bytes_of
 from lmdecode.decoder.engine.engine import Engine
 from lmdecode.decoder.engine.request import Request
 from lmdecode.decoding import Decoding
 
 __all__ = [
     "BATCH",
+    "COMPARED",
     "Asked",
     "Bits",
     "Texts",
@@ -37,9 +39,9 @@ _PENALISED = {
     "temperature": 1.1, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.2,
     "frequency_penalty": 0.2, "no_repeat_ngram_size": 3,
 }  # fmt: skip
-# Of each request whose bits are compared: its kind, where its prompt begins and how many tokens it
-# has, parameters. Drafts meet long texts; the last two prompts begin alike.
-_COMPARED: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
+#: Of each request whose bits are compared: its kind, where its prompt begins and how many tokens it
+#: has, parameters. Drafts meet long texts; the last two prompts begin alike.
+COMPARED: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("greedy", 0, 7, _TOLD),
     ("sampled", 5, 40, {**_SAMPLED, **_TOLD, "seed": 1}),
     ("penalised", 10, 72, {**_PENALISED, **_TOLD, "seed": 2}),
@@ -51,7 +53,7 @@ _COMPARED: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("greedy, longer prompt", 40, 600, _TOLD),
     ("beams, longer prompt", 40, 610, _BEAMS),
 )
-_COMPANY = ({}, _SAMPLED, _PENALISED, {"num_beams": 3})
+_COMPANY: tuple[dict[str, Any], ...] = ({}, _SAMPLED, _PENALISED, {"num_beams": 3})
 
 
 class Asked(NamedTuple):
@@ -115,7 +117,7 @@ class Texts:
                 self._prompt(begin, min(length, room)),
                 {**parameters, "max_new_tokens": min(parameters.get("max_new_tokens", _NEW), most)},
             )
-            for kind, begin, length, parameters in _COMPARED
+            for kind, begin, length, parameters in COMPARED
         ]
         self.company = [
             Asked(
@@ -146,7 +148,7 @@ def _with_seed(parameters: dict[str, Any], seed: int) -> dict[str, Any]:
     return {**parameters, "seed": 100 + seed} if "temperature" in parameters else parameters
 
 
-def digest(parts: Sequence[bytes | str]) -> str:
+def digest(parts: Sequence[bytes | memoryview | str]) -> str:
     """Return 16 hexadecimal digits of the SHA-256 of parts."""
     found = hashlib.sha256()
     for part in parts:
@@ -157,14 +159,14 @@ def digest(parts: Sequence[bytes | str]) -> str:
 def _bits(request: Request) -> str:
     """The digest of a request: its tokens, their log-probabilities, those of the best tokens."""
     result = request.result()
-    parts = [struct.pack(f"<{len(result.tokens)}q", *result.tokens)]
+    parts: list[bytes | memoryview] = [struct.pack(f"<{len(result.tokens)}q", *result.tokens)]
     for token in result.logprobs or ():
         ids, values = zip((token.token, token.logprob), *token.top, strict=True)
         parts.append(struct.pack(f"<{len(ids)}q{len(values)}d", *ids, *values))
     if result.beams is not None:
         found = result.beams
         for tensor in (found.sequences, found.lengths, found.scores, found.log_probs):
-            parts.append(tensor.contiguous().numpy().tobytes())
+            parts.append(bytes_of(tensor.contiguous()))
     return digest(parts)
 
 
