@@ -12,6 +12,7 @@ from types import ModuleType
 
 from lmdecode._checks import install_hint
 from lmdecode._tables import aligned_table
+from lmdecode.cli.shipped_models import CAUSAL_MODEL, shipped_model
 
 __all__ = [
     "DemoError",
@@ -25,8 +26,6 @@ __all__ = [
     "require",
     "require_packages",
 ]
-
-_MODEL = Path("examples", "kjv_mistral", "model")
 
 
 class DemoError(Exception):
@@ -72,7 +71,7 @@ def require_packages(plot: Path | None) -> None:
 
 
 def model_folder(
-    chosen: Path | None, ships: Path = _MODEL, kind: str = "a causal language model"
+    chosen: Path | None, ships: Path = CAUSAL_MODEL, kind: str = "a causal language model"
 ) -> Path:
     """Return the folder of the model: the chosen one, else the one that the source tree ships.
 
@@ -94,8 +93,8 @@ def model_folder(
         if not (chosen / "config.json").is_file():
             raise DemoError(f"--model {chosen}: no config.json there; expected a model's folder")
         return chosen
-    shipped = Path(__file__).resolve().parents[3] / ships
-    if not (shipped / "config.json").is_file():
+    shipped = shipped_model(ships)
+    if shipped is None:
         raise DemoError(
             "the demo's model is not part of the installed package: run the demo in a source "
             f"checkout, which has {ships}, or give --model DIR, the folder of {kind} with its "
