@@ -163,15 +163,13 @@ def test_without_the_store_it_says_so(
     assert found["end"] == "1 of 1 comparisons found the same bits; 2 not checked"
 
 
-def test_a_level_that_is_not_there_is_no_error(
-    only: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verify_checks, "levels_here", lambda: ("none", lmdecode.cpu_capability()))
-    names = ["ops at none", "alone = in a batch at none"]
-    only(*names)
-    found = verified(capsys)
-    assert all("not checked: LMDECODE_CPU_CAPABILITY is 'none'" in found[name] for name in names)
-    assert found["end"] == "0 of 0 comparisons found the same bits; 2 not checked"
+@pytest.mark.parametrize("own", ["default", "avx2", "avx512"])
+def test_levels_are_those_of_machine_and_build(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this process was told to use a lower one."""
+    monkeypatch.setattr(lmdecode, "cpu_capabilities", lambda: ("default", "avx2", "avx512"))
+    monkeypatch.setattr(lmdecode, "cpu_capability", lambda: own)
+    found = verify_checks.levels_here()
+    assert sorted(found) == ["avx2", "avx512", "default"] and found[-1] == own
 
 
 def test_an_encoder_decoder_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

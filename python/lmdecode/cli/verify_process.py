@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import lmdecode
 from lmdecode.cli.errors import one_line
 from lmdecode.cli.verify_ops import bits_of_ops
 from lmdecode.cli.verify_texts import Asked, Texts, write_alone, write_in_a_batch
@@ -63,16 +62,11 @@ def _tell(**facts: Any) -> None:
 
 
 def _level(plan: Plan) -> None:
-    """Tell the bits at the level of ``LMDECODE_CPU_CAPABILITY``, or why there is no such level."""
-    try:
-        level = lmdecode.cpu_capability()
-    except ValueError as error:
-        _tell(missing=str(error))
-        return
+    """Tell the bits at the CPU level of this process."""
     decoding, texts = plan.load()
     alone = write_alone(decoding, texts.compared)
     batch = write_in_a_batch(decoding, texts)
-    _tell(level=level, ops=bits_of_ops(), alone=alone.bits, batch=batch.bits)
+    _tell(ops=bits_of_ops(), alone=alone.bits, batch=batch.bits)
 
 
 def _until_killed(texts: Texts) -> Iterator[tuple[int, Asked]]:
