@@ -1,6 +1,6 @@
-# make demo      set up, then run the main job on the shipped model
+# make demo      set up, then show each part on the shipped models: a minute; ARGS=all: the long parts too
 # make test      set up, then every test, Python and C++
-# make setup     the virtual environment and the build alone
+# make setup     the virtual environment and the build alone; make dev: with the packages of tests and lint
 # make test-vllm the tests of the integration with vLLM, in vLLM itself: an environment of 2.5 GB
 # make test-ray  the tests of the integration with Ray, on a cluster of two nodes in this machine: 0.6 GB
 # make test-amx  every Python test at the level of Intel's matrix units, emulated: needs AVX-512 with VNNI and bfloat16
@@ -14,12 +14,13 @@
 # make gpu       on a machine with a GPU and its own torch: build, check, time and test; writes benchmarks/results/gpu.md
 # make clean     remove everything that the other targets made
 #
-# Set-up makes a virtual environment in $(VENV), installs what is needed and builds; done again it takes a second and no
-# network. The tests have a second one beside it, with transformers 4.38.2: the last releases with a BeamSearchScorer
+# Set-up makes a virtual environment in $(VENV), installs what is needed and builds, for this processor alone; done again
+# it takes a second and no network. What demo, test and lint need is installed when they are asked for. The tests have a second one beside it, with transformers 4.38.2: the last releases with a BeamSearchScorer
 # cannot share an environment with transformers 5. vLLM, Ray, emulated matrix units and real models have their own, which
 # make test leaves alone.
 # Variables: PYTHON (3.11 or later), VENV, VLLM_VENV, RAY_VENV and MODELS_VENV (environments with vLLM, Ray and real models),
-# CXX, JOBS; ARGS goes to the tests of the first environment and to those of these four.
+# CXX, JOBS (as many as there are cores, and 2 GB of memory for each), LEVELS (native, or all of the CPU's levels), CUDA
+# (AUTO: where torch has CUDA; ON, OFF); ARGS goes to the demo, the tests of the first environment and those of these four.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,13 +28,13 @@ VENV ?= .venv
 ifeq ($(origin CXX),default)
 CXX := c++
 endif
-# make gpu takes every core, unless told otherwise.
+# A compiler takes up to 2 GB.
 ifeq ($(origin JOBS),undefined)
-GPU_JOBS = $$(nproc)
-else
-GPU_JOBS = $(JOBS)
+JOBS := $(shell cores=$$(nproc 2>/dev/null || echo 2); most=$$(awk '/^MemTotal:/ { print int($$2 / 2e6) }' /proc/meminfo 2>/dev/null); \
+  [ "$${most:-0}" -ge 1 ] || most=1; [ "$$cores" -le "$$most" ] && echo "$$cores" || echo "$$most")
 endif
-JOBS ?= 2
+LEVELS ?= native
+CUDA ?= AUTO
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -67,45 +68,55 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: demo test test-python test-cpp test-vllm test-ray test-amx test-models lint docs bench gpu setup clean
+.PHONY: FORCE dev demo test test-python test-cpp test-vllm test-ray test-amx test-models lint docs bench gpu setup clean
 
-demo: setup
-	$(BIN)/python -m lmdecode.demo $(ARGS)
+# Each time on two cores of a Zen 4, and twice that on an older processor.
+demo: $(VENV)/.python
+	@echo "lmdecode: set-up, 3 minutes on two cores, when it has not been made; then the demo, a minute"
+	@$(MAKE) --no-print-directory setup $(VENV)/.packages-demo
+	@cd "$(CURDIR)" && $(BIN)/python -m lmdecode.demo $(ARGS)
 
-test: setup test-python test-cpp
+test: $(VENV)/.python
+	@echo "lmdecode: set-up when it has not been made; then the tests of Python, those of the scorers beside transformers"
+	@echo "lmdecode: 4.38, and those of C++ under sanitizers: $(TEST_MINUTES) minutes in all on two cores"
+	@$(MAKE) --no-print-directory test-python
+	@$(MAKE) --no-print-directory test-cpp
 
-test-python: setup $(TRANSFORMERS_4_38)/.deps
+test-python: setup $(VENV)/.packages-test $(TRANSFORMERS_4_38)/.deps
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 	$(TRANSFORMERS_4_38)/bin/python -m pytest -n $(JOBS) tests/transformers_4_38
 
 test-cpp: setup
 	@mkdir -p build
-	CXX=$(CXX) $(BIN)/cmake -S tests/cpp -B $(CPP_TESTS) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >$(CPP_TESTS).log 2>&1 \
+	CXX=$(CXX) $(BIN)/cmake -S tests/cpp -B $(CPP_TESTS) -G Ninja -DCMAKE_MAKE_PROGRAM="$$(cd $(BIN) && pwd)/ninja" >$(CPP_TESTS).log 2>&1 \
 	  || { cat $(CPP_TESTS).log; exit 1; }
 	$(BIN)/cmake --build $(CPP_TESTS) -j $(JOBS)
 	$(BIN)/ctest --test-dir $(CPP_TESTS) --output-on-failure -j $(JOBS)
 
-test-vllm: setup $(VLLM_VENV)/.deps
+test-vllm: setup $(VENV)/.packages-test $(VLLM_VENV)/.deps
 	LMDECODE_TEST_VLLM=1 VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest -k vllm $(ARGS) \
 	  tests/integrations/vllm tests/sampling/test_sampler_against_systems.py
 
-test-ray: setup $(RAY_VENV)/.deps
+test-ray: setup $(VENV)/.packages-test $(RAY_VENV)/.deps
 	$(RAY_VENV)/bin/python -m pytest $(ARGS) tests/integrations/ray
 
-test-amx: setup $(AMX_VENV)/.built
+test-amx: setup $(VENV)/.packages-test $(AMX_VENV)/.built
 	LMDECODE_CPU_CAPABILITY=amx $(AMX_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-test-models: setup $(MODELS_VENV)/.deps
+test-models: setup $(VENV)/.packages-test $(MODELS_VENV)/.deps
 	$(MODELS_VENV)/bin/python -m pytest $(ARGS) tests/models
 
-lint: setup
+lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
 
+# The packages of tests and lint beside the build, for pytest by hand.
+dev: setup $(VENV)/.packages-test $(VENV)/.packages-lint
+
 # Not --quiet: under it --strict sees no warnings.
-docs: setup $(VENV)/.docs
+docs: setup $(VENV)/.packages-test $(VENV)/.packages-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
 	@echo "build/site/index.html"
 
@@ -118,7 +129,7 @@ wheel: $(VENV)/.wheel-tools
 	CXX=$(CXX) $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel-unnamed . \
 	  --config-settings=build-dir=build/wheel --config-settings=cmake.define.LMDECODE_PORTABLE=ON \
 	  --config-settings=cmake.define.LMDECODE_LEVELS=all --config-settings=cmake.define.LMDECODE_BUILD_CUDA=OFF
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so --exclude libc10.so \
+	PATH="$$(cd $(BIN) && pwd):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so --exclude libc10.so \
 	  --wheel-dir dist build/wheel-unnamed/*.whl
 	@ls -sh dist/lmdecode-*.whl
 
@@ -134,7 +145,7 @@ test-wheel:
 	PATH=$(WHEEL_VENV)/bin $(WHEEL_VENV)/bin/python tests/support/installed_wheel.py
 	PATH=$(WHEEL_VENV)/bin $(WHEEL_VENV)/bin/lmdecode run examples/kjv_mistral/model "In the beginning" --max-tokens 8
 
-bench: setup
+bench: setup $(VENV)/.packages-test
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # With the torch and nvcc of this machine: nothing is fetched. nvcc compiles for its three targets at once.
@@ -147,7 +158,7 @@ gpu:
 	CUDACXX="$(NVCC)" NVCC_APPEND_FLAGS="--threads 3" CMAKE_BUILD_PARALLEL_LEVEL=$(GPU_JOBS) \
 	  $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/gpu \
 	  --config-settings=build-dir=build/gpu-build --config-settings=cmake.define.LMDECODE_BUILD_CUDA=ON \
-	  --config-settings=cmake.define.LMDECODE_CUDA_LINE_INFO=ON .
+	  --config-settings=cmake.define.LMDECODE_CUDA_LINE_INFO=ON --config-settings=cmake.define.LMDECODE_LEVELS=native .
 	@ls build/gpu/lmdecode/_C_cuda*.so >/dev/null || { echo "lmdecode: the build left the CUDA kernels out"; exit 1; }
 	PYTHONPATH=$(abspath build/gpu) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu $(ARGS)
 
@@ -171,19 +182,42 @@ $(VENV)/.python:
 
 # torch first and pinned: anything else that asks for torch then finds it.
 $(VENV)/.deps: $(VENV)/.python Makefile
+	@echo "lmdecode: install torch and what the build needs"
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet $(foreach tool,$(BUILD_TOOLS),"$(tool)")
 	@touch $@
 
-# The packages of the extra alone: the library stays as it is built.
-$(VENV)/.docs: $(VENV)/.deps pyproject.toml
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
-	  | xargs $(BIN)/pip install --quiet
+# The packages of an extra alone: the library stays as it is built.
+$(VENV)/.packages-%: $(VENV)/.deps pyproject.toml
+	@echo "lmdecode: install the packages of $*"
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"], sep="\n")' \
+	  >$(VENV)/packages-$*.txt
+	$(BIN)/pip install --quiet -r $(VENV)/packages-$*.txt
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.deps $(SOURCES)
+# What the build prints goes to a file. Shown of it: what it is made for, and how far it is; at a terminal in one line.
+define SHOW_BUILD
+sed -u -n -e 's/.*-- \(CPU levels .*\|no .*: building without.*\|this torch .*: building without.*\)/\1/p' \
+  -e 's/.*\[\([0-9]*\)\/\([0-9]*\)\].*/\1 \2/p' | { last=; while read -r done all rest; do case "$$done" in \
+  *[!0-9]*) echo "lmdecode: $$done $$all $$rest" ;; \
+  *) if [ -t 1 ]; then printf '\rlmdecode: built %s of %s files ' "$$done" "$$all"; [ "$$done" != "$$all" ] || echo; \
+    elif [ "$$((done * 10 / all))" != "$$last" ]; then echo "lmdecode: built $$done of $$all files"; fi; \
+    last=$$((done * 10 / all)) ;; esac; done; }
+endef
+
+# Another choice of what is built builds again.
+$(VENV)/.choice: $(VENV)/.python FORCE
+	@echo "$(LEVELS) $(CUDA)" | cmp -s - $@ || echo "$(LEVELS) $(CUDA)" >$@
+FORCE:
+
+$(VENV)/.built: $(VENV)/.deps $(VENV)/.choice $(SOURCES)
 	@$(CHECK_TOOLS)
-	CXX=$(CXX) $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,demo,lint]"
+	@echo "lmdecode: build with $(JOBS) jobs; what it prints goes to $(VENV)/build.log"
+	@rm -f $(VENV)/.failed; { CXX=$(CXX) $(BIN)/pip install -v --no-build-isolation --no-deps --editable . \
+	  --config-settings=cmake.define.LMDECODE_LEVELS=$(LEVELS) --config-settings=cmake.define.LMDECODE_BUILD_CUDA=$(CUDA) 2>&1 \
+	  || touch $(VENV)/.failed; } | tee $(VENV)/build.log | $(SHOW_BUILD)
+	@[ ! -e $(VENV)/.failed ] || { grep -n -m 5 -A 5 'error' $(VENV)/build.log || tail -n 40 $(VENV)/build.log; \
+	  echo "lmdecode: the build failed; $(VENV)/build.log has what it printed"; exit 1; }
 	@touch $@
 
 $(VENV)/.wheel-tools: $(VENV)/.deps

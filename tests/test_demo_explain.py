@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("tqdm")
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "examples" / "kjv_mistral" / "model"
 

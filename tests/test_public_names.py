@@ -101,8 +101,8 @@ CALLS = [
     ),
     (
         "matplotlib",
-        "demo",
-        "from lmdecode.demo._output import require; require('matplotlib')",
+        "demo-all",
+        "from lmdecode.demo._output import pyplot; pyplot()",
     ),
 ]
 

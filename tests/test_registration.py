@@ -96,3 +96,10 @@ def test_opcheck_cpu_capability() -> None:
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(op, (), test_utils=utilities)
     assert isinstance(op(), int)
+
+
+def test_opcheck_cpu_capabilities() -> None:
+    op = torch.ops.lmdecode.cpu_capabilities.default
+    opcheck(op, (), test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    built, usable = op()
+    assert built & usable == usable and usable >> torch.ops.lmdecode.cpu_capability() & 1

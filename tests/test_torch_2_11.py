@@ -54,8 +54,10 @@ def commands(include: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     (torch / "lib").symlink_to(Path(spec.origin).parent / "lib")
     build = torch / "build"
     configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+    cuda = "OFF" if shutil.which("nvcc") is None else "ON"
+    configure += [f"-DLMDECODE_TORCH_DIR={torch}", f"-DLMDECODE_BUILD_CUDA={cuda}"]
     subprocess.run(
-        [*configure, f"-DLMDECODE_TORCH_DIR={torch}", f"-DPython3_EXECUTABLE={sys.executable}"],
+        [*configure, f"-DPython3_EXECUTABLE={sys.executable}"],
         check=True,
         capture_output=True,
         env={**os.environ, "PATH": search_path()},

@@ -19,6 +19,14 @@ constexpr int64_t kBlockKeysOf = sizeof(T) == 4 ? 16 : 32;
 // % faster than to the first, for all of its levels or for the first alone.
 constexpr int kPrefetchLocality = 2;
 
+// Plain C++ waits for its products, not for memory: it asks for nothing, and takes keys at the edge
+// of a range as all others, which leaves a quarter to compile.
+#if defined(LMD_SIMD_AVX512) || defined(LMD_SIMD_AVX2)
+constexpr bool kIsPlain = false;
+#else
+constexpr bool kIsPlain = true;
+#endif
+
 // Lane i of the result is the sum of the lanes of v[i], in an order that does not depend on i.
 [[gnu::always_inline]] inline F32 sum_lanes(const F32 (&v)[kLanes]) {
 #if defined(LMD_SIMD_AVX512)

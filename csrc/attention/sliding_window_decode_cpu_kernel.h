@@ -200,8 +200,8 @@ class DecodeAttention {
     if constexpr (kMultipliesTiles) {
       multiply_key_tiles(range, groups);
     } else {
-      for_tiles([&]<int kRows, bool kIsFirst>(int64_t row) {
-        multiply_keys<kRows, kIsFirst>(row, range, groups);
+      for_tiles([&]<int kRows, bool kFetches>(int64_t row) {
+        multiply_keys<kRows, kFetches>(row, range, groups);
       });
     }
     if (p_.key_padding != nullptr) {
@@ -211,10 +211,10 @@ class DecodeAttention {
     if constexpr (kMultipliesTiles) {
       multiply_value_tiles(range);
     } else {
-      for_tiles([&]<int kRows, bool kIsFirst>(int64_t row) {
+      for_tiles([&]<int kRows, bool kFetches>(int64_t row) {
         for (int64_t key = range.begin; key < range.end;) {
           const int64_t end = min_of(range.end, (key / kChunkKeys + 1) * kChunkKeys);
-          add_all_values<Rows, kRows, kIsFirst>(weights_of(row), values_, {key, end}, value_size_,
+          add_all_values<Rows, kRows, kFetches>(weights_of(row), values_, {key, end}, value_size_,
                                                 out_ + row * partials_.out_stride,
                                                 partials_.out_stride);
           key = end;
@@ -227,24 +227,24 @@ class DecodeAttention {
   // are behind the last one. The first tile reads what comes from memory.
   template <class Body>
   void for_tiles(const Body& body) const {
-    tile<true>(0, body);
+    tile<!kIsPlain>(0, body);
     for (int64_t row = tile_rows(0); row < rows_; row += tile_rows(row)) tile<false>(row, body);
   }
   int64_t tile_rows(int64_t row) const {
     const int64_t left = rows_ - row;
     return left >= 5 ? kTileRows : left >= 3 ? 4 : left;
   }
-  template <bool kIsFirst, class Body>
+  template <bool kFetches, class Body>
   void tile(int64_t row, const Body& body) const {
     switch (tile_rows(row)) {
       case 8:
-        return body.template operator()<kTileRows, kIsFirst>(row);
+        return body.template operator()<kTileRows, kFetches>(row);
       case 4:
-        return body.template operator()<4, kIsFirst>(row);
+        return body.template operator()<4, kFetches>(row);
       case 2:
-        return body.template operator()<2, kIsFirst>(row);
+        return body.template operator()<2, kFetches>(row);
       default:
-        return body.template operator()<1, kIsFirst>(row);
+        return body.template operator()<1, kFetches>(row);
     }
   }
 
@@ -254,8 +254,8 @@ class DecodeAttention {
     const Query* queries = reinterpret_cast<Query*>(w_.queries) + row * query_stride_;
     float* scores = w_.scores + row * kBlockKeys;
     for (int64_t key = groups.begin; key < groups.end; key += kKeys) {
-      if (key >= range.begin && key + kKeys <= range.end) {
-        score_tile<Rows, kRows, false, kFetches>(queries, keys_, range, key, head_size_, scores);
+      if (!kIsPlain && key >= range.begin && key + kKeys <= range.end) {
+        score_tile<Rows, kRows, kIsPlain, kFetches>(queries, keys_, range, key, head_size_, scores);
       } else {
         score_tile<Rows, kRows, true, kFetches>(queries, keys_, range, key, head_size_, scores);
       }

@@ -267,8 +267,10 @@ inline constexpr OpSchema kOpSchemas[] = {
      "position_table, float scale, int position_offset, *, Tensor(a!) x) -> ()"},
     // activation: a number of lmdecode.linear.ACTIVATIONS
     {"decoder_activate_(Tensor(a!) up, Tensor? gate, int activation) -> ()"},
-    // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512.
+    // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512, 3 amx.
     {"cpu_capability() -> int"},
+    // Those that this build has, a bit for each number; and of these what this machine runs.
+    {"cpu_capabilities() -> (int built, int usable)"},
 };
 inline constexpr size_t kOpCount = sizeof(kOpSchemas) / sizeof(kOpSchemas[0]);
 

@@ -9,19 +9,25 @@ namespace lmdecode::LMD_SIMD::linear {
 
 using namespace lmdecode::linear;
 
+// Vectors of the panel that are multiplied side by side: as many as there are registers for.
+template <int kRows>
+constexpr int kVectorsTogether = kRows <= 2 ? kPanelVectors : kPanelVectors / 2;
+
+// Whether a tile of rows that is alone reads the weights in the order of the memory, as fast as
+// memory is: fetching ahead would slow it down.
+template <int kRows>
+constexpr bool kReadsInOrder = kCanFetch && kVectorsTogether<kRows> == kPanelVectors;
+
 // sums [kRows, width] += `steps` steps, the weights of which begin at `weights`, and the inputs
-// of the rows at `input`; from 0, if first. Meanwhile lines [first_line, last_line) of each step
-// from `ahead` on are fetched. One tile of up to two rows, kIsAlone, reads in the
-// order of the memory, as fast as memory is: fetching ahead would slow it down.
-template <class Dot, int kRows, bool kIsAlone>
+// of the rows at `input`; from 0, if first. kFetches: meanwhile lines [first_line, last_line) of
+// each step from `ahead` on are fetched.
+template <class Dot, int kRows, bool kFetches>
 inline void add_groups(const char* input, int64_t row_bytes, const char* weights, int64_t steps,
                        const char* ahead, int first_line, int last_line, bool is_first,
                        float* sums) {
-  // Vectors of the panel that are multiplied side by side: as many as there are registers for.
-  constexpr int kTogether = kRows <= 2 ? kPanelVectors : kPanelVectors / 2;
+  constexpr int kTogether = kVectorsTogether<kRows>;
   // Parts of a step, over which the fetching is spread.
   constexpr int kSlots = Dot::kStepGroups * Dot::kGroup / 8 * (kPanelVectors / kTogether);
-  constexpr bool kFetches = !kIsAlone || kTogether < kPanelVectors;
   constexpr int kPartSize = Dot::kGroup < kGroupPart ? Dot::kGroup : kGroupPart;
   using Products = typename Dot::Products;
   typename Dot::Floats total[kRows][kPanelVectors];
@@ -136,17 +142,19 @@ void add_groups_to_rows(const LinearInput& input, int64_t input_at, const char* 
     const int64_t height = rows / tiles + (t < rows % tiles ? 1 : 0);
     const char* const x = static_cast<const char*>(input.rows) + row * input.row_bytes + input_at;
     float* const to = sums + row * Dot::kWidth;
+    const char* const ahead =
+        weights + (tiles == 1 ? tuning::kGroupPrefetchBytes : steps * Dot::kStepBytes);
+    const int first_line = static_cast<int>(kLines * t / tiles);
+    const int last_line = static_cast<int>(kLines * (t + 1) / tiles);
     const auto run = [&]<int kRows>() {
-      if (tiles == 1) {
-        add_groups<Dot, kRows, true>(x, input.row_bytes, weights, steps,
-                                     weights + tuning::kGroupPrefetchBytes, 0, kLines, is_first,
-                                     to);
-      } else {
-        add_groups<Dot, kRows, false>(x, input.row_bytes, weights, steps,
-                                      weights + steps * Dot::kStepBytes,
-                                      static_cast<int>(kLines * t / tiles),
-                                      static_cast<int>(kLines * (t + 1) / tiles), is_first, to);
+      if constexpr (kReadsInOrder<kRows>) {
+        if (tiles == 1) {
+          return add_groups<Dot, kRows, false>(x, input.row_bytes, weights, steps, ahead,
+                                               first_line, last_line, is_first, to);
+        }
       }
+      add_groups<Dot, kRows, kCanFetch>(x, input.row_bytes, weights, steps, ahead, first_line,
+                                        last_line, is_first, to);
     };
     switch (height) {
       case 1:

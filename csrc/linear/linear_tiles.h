@@ -10,9 +10,10 @@ using namespace lmdecode::linear;
 
 constexpr int64_t kLineBytes = 64;
 
-// Lines of memory in one step along the depth of a panel.
+// Lines of memory in one step along the depth of a panel that can be fetched.
 template <class Dot>
-constexpr int kStepLines = static_cast<int>(kPanelVectors * Dot::kWeightBytes / kLineBytes);
+constexpr int kStepLines =
+    kCanFetch ? static_cast<int>(kPanelVectors * Dot::kWeightBytes / kLineBytes) : 0;
 
 // sums [kRows, width] = the sums so far, if not the first chain, + one chain of `depth` steps, the
 // weights of which begin at `weights`, and the inputs of the rows at `input`. Meanwhile kLines
@@ -104,20 +105,20 @@ void add_chain_to_rows(const LinearInput& input, int64_t input_at, const char* w
     };
     constexpr int kLines = kStepLines<Dot>;
     const char* const next = weights + depth * kStepBytes;
-    if (tiles == 1) {
-      run.template operator()<0>(next);
-    } else if (tiles < kLines) {  // 2 or 3: the first two fetch two lines each
-      constexpr int kShare = kLines > 2 ? 2 : 1;
-      if (t < 2) {
-        run.template operator()<kShare>(next + t * kShare * kLineBytes);
-      } else {
-        run.template operator()<0>(next);
+    bool has_fetched = false;
+    if constexpr (kLines > 2) {
+      if (tiles > 1 && tiles < kLines && t < 2) {  // of 2 or 3: the first two fetch two lines each
+        run.template operator()<2>(next + t * 2 * kLineBytes);
+        has_fetched = true;
       }
-    } else if (t < kLines) {
-      run.template operator()<(kLines > 0 ? 1 : 0)>(next + t * kLineBytes);
-    } else {
-      run.template operator()<0>(next);
     }
+    if constexpr (kLines > 0) {
+      if (!has_fetched && tiles > 1 && tiles >= kLines && t < kLines) {
+        run.template operator()<1>(next + t * kLineBytes);
+        has_fetched = true;
+      }
+    }
+    if (!has_fetched) run.template operator()<0>(next);
     row += height;
   }
 }

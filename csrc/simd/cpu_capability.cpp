@@ -15,7 +15,33 @@
 namespace lmdecode {
 namespace {
 
-// The best level without tiles.
+#if defined(LMD_HAS_AVX2)
+constexpr bool kHasAvx2 = true;
+#else
+constexpr bool kHasAvx2 = false;
+#endif
+#if defined(LMD_HAS_AVX512)
+constexpr bool kHasAvx512 = true;
+#else
+constexpr bool kHasAvx512 = false;
+#endif
+#if defined(LMD_HAS_AVX512_BF16)
+constexpr bool kHasBf16 = true;
+#else
+constexpr bool kHasBf16 = false;
+#endif
+#if defined(LMD_HAS_AVX512_VNNI)
+constexpr bool kHasVnni = true;
+#else
+constexpr bool kHasVnni = false;
+#endif
+#if defined(LMD_HAS_AVX512_AMX)
+constexpr bool kHasAmx = true;
+#else
+constexpr bool kHasAmx = false;
+#endif
+
+// The best level of this machine without tiles, built or not.
 CpuCapability best_of_vectors() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -67,6 +93,8 @@ bool has_tiles() {
 bool has_tiles() { return false; }
 #endif
 
+CpuCapability best_of_machine() { return has_tiles() ? CpuCapability::kAmx : best_of_vectors(); }
+
 CpuCapability detect() {
   const char* forced = std::getenv("LMDECODE_CPU_CAPABILITY");
   if (forced == nullptr || *forced == '\0') return max_cpu_capability();
@@ -74,10 +102,16 @@ CpuCapability detect() {
                                     CpuCapability::kAvx512, CpuCapability::kAmx}) {
     if (std::string(forced) != cpu_capability_name(level)) continue;
     // Tiles are not asked for where they are left out.
-    if (level > best_of_vectors() && level > max_cpu_capability()) {
+    if (level > best_of_vectors() && level > best_of_machine()) {
       throw std::invalid_argument(std::string("LMDECODE_CPU_CAPABILITY is ") + forced +
                                   ", but this machine has at most " +
-                                  cpu_capability_name(max_cpu_capability()));
+                                  cpu_capability_name(best_of_machine()));
+    }
+    if (!is_built(level)) {
+      throw std::invalid_argument(std::string("LMDECODE_CPU_CAPABILITY is ") + forced +
+                                  ", but this build of lmdecode has at most " +
+                                  cpu_capability_name(max_cpu_capability()) +
+                                  ": build it with LMDECODE_LEVELS=all");
     }
     return level;
   }
@@ -87,7 +121,27 @@ CpuCapability detect() {
 
 }  // namespace
 
-CpuCapability max_cpu_capability() { return has_tiles() ? CpuCapability::kAmx : best_of_vectors(); }
+bool is_built(CpuCapability capability) {
+  switch (capability) {
+    case CpuCapability::kAmx:
+      return kHasAmx;
+    case CpuCapability::kAvx512:
+      return kHasAvx512;
+    case CpuCapability::kAvx2:
+      return kHasAvx2;
+    default:
+      return true;
+  }
+}
+
+CpuCapability max_cpu_capability() {
+  if (kHasAmx && has_tiles()) return CpuCapability::kAmx;
+  const CpuCapability machine = best_of_vectors();
+  for (const CpuCapability level : {CpuCapability::kAvx512, CpuCapability::kAvx2}) {
+    if (level <= machine && is_built(level)) return level;
+  }
+  return CpuCapability::kDefault;
+}
 
 bool use_avx512_bf16() {
 #if defined(__x86_64__)
@@ -98,8 +152,8 @@ bool use_avx512_bf16() {
 #if defined(LMDECODE_AMX_EMULATION)
   is_intel |= cpu_capability() == CpuCapability::kAmx;  // whose tiles are emulated
 #endif
-  return cpu_capability() >= CpuCapability::kAvx512 && __builtin_cpu_supports("avx512bf16") &&
-         !is_intel;
+  return kHasBf16 && cpu_capability() >= CpuCapability::kAvx512 &&
+         __builtin_cpu_supports("avx512bf16") && !is_intel;
 #else
   return false;
 #endif
@@ -107,7 +161,8 @@ bool use_avx512_bf16() {
 
 bool use_avx512_vnni() {
 #if defined(__x86_64__)
-  return cpu_capability() >= CpuCapability::kAvx512 && __builtin_cpu_supports("avx512vnni");
+  return kHasVnni && cpu_capability() >= CpuCapability::kAvx512 &&
+         __builtin_cpu_supports("avx512vnni");
 #else
   return false;
 #endif

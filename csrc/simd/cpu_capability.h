@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace lmdecode {
 
@@ -10,15 +11,18 @@ namespace lmdecode {
 enum class CpuCapability : int32_t { kDefault = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 
 // The level in use. Throws std::invalid_argument where the environment variable holds another word
-// than default, avx2, avx512 or amx, or a level that this machine lacks.
+// than default, avx2, avx512 or amx, or a level that this machine or this build lacks.
 CpuCapability cpu_capability();
 
-// The best level of this machine. The first call asks the system for the use of tiles, where the
-// processor has them.
+// The best level that this machine runs and this build has. The first call asks the system for the
+// use of tiles, where the processor has them.
 CpuCapability max_cpu_capability();
 
+// Whether this build has a level (csrc/sources.cmake: LMDECODE_LEVELS).
+bool is_built(CpuCapability capability);
+
 // Whether avx512 or amx is in use on a machine that multiplies bfloat16 pairs as well
-// (AVX512_BF16), faster than floats.
+// (AVX512_BF16), faster than floats, by a build that has these kernels.
 bool use_avx512_bf16();
 
 // Likewise, on a machine that multiplies four pairs of bytes at once (AVX512_VNNI).
@@ -29,9 +33,10 @@ bool use_avx512_amx();
 
 const char* cpu_capability_name(CpuCapability capability);
 
-// Picks one of the builds of a kernel.
+// Picks one of the builds of a kernel; null: the build lacks it.
 template <class Function>
-Function* select_kernel(Function* by_default, Function* avx2, Function* avx512) {
+Function* select_kernel(Function* by_default, std::type_identity_t<Function>* avx2,
+                        std::type_identity_t<Function>* avx512) {
   switch (cpu_capability()) {
     case CpuCapability::kAmx:
     case CpuCapability::kAvx512:

@@ -34,22 +34,38 @@
 // LMD_SELECT_BF16_KERNEL and LMD_SELECT_VNNI_KERNEL: for kernels compiled for these too, at
 // avx512_bf16 or avx512_vnni where the machine has them. LMD_SELECT_AMX_KERNEL: for kernels
 // compiled for tiles too, at avx512_amx where these are in use, else what is given last.
-// LMD_HAS_X86_KERNELS is defined for code that is linked with more than the default level.
-#if defined(LMD_HAS_X86_KERNELS)
-#define LMD_SELECT_KERNEL(area, kernel)                                                            \
-  (::lmdecode::select_kernel(&::lmdecode::default_::area::kernel, &::lmdecode::avx2::area::kernel, \
-                             &::lmdecode::avx512::area::kernel))
+// Of code that is linked with a level LMD_HAS_<LEVEL> is defined (csrc/sources.cmake); one that is
+// not linked is never in use (simd/cpu_capability.h).
+#define LMD_SELECT_KERNEL(area, kernel)                                                          \
+  (::lmdecode::select_kernel(&::lmdecode::default_::area::kernel, LMD_AVX2_KERNEL(area, kernel), \
+                             LMD_AVX512_KERNEL(area, kernel)))
+#if defined(LMD_HAS_AVX2)
+#define LMD_AVX2_KERNEL(area, kernel) (&::lmdecode::avx2::area::kernel)
+#else
+#define LMD_AVX2_KERNEL(area, kernel) nullptr
+#endif
+#if defined(LMD_HAS_AVX512)
+#define LMD_AVX512_KERNEL(area, kernel) (&::lmdecode::avx512::area::kernel)
+#else
+#define LMD_AVX512_KERNEL(area, kernel) nullptr
+#endif
+#if defined(LMD_HAS_AVX512_BF16)
 #define LMD_SELECT_BF16_KERNEL(area, kernel)                              \
   (::lmdecode::use_avx512_bf16() ? &::lmdecode::avx512_bf16::area::kernel \
                                  : LMD_SELECT_KERNEL(area, kernel))
+#else
+#define LMD_SELECT_BF16_KERNEL(area, kernel) LMD_SELECT_KERNEL(area, kernel)
+#endif
+#if defined(LMD_HAS_AVX512_VNNI)
 #define LMD_SELECT_VNNI_KERNEL(area, kernel)                              \
   (::lmdecode::use_avx512_vnni() ? &::lmdecode::avx512_vnni::area::kernel \
                                  : LMD_SELECT_KERNEL(area, kernel))
+#else
+#define LMD_SELECT_VNNI_KERNEL(area, kernel) LMD_SELECT_KERNEL(area, kernel)
+#endif
+#if defined(LMD_HAS_AVX512_AMX)
 #define LMD_SELECT_AMX_KERNEL(area, kernel, otherwise) \
   (::lmdecode::use_avx512_amx() ? &::lmdecode::avx512_amx::area::kernel : (otherwise))
 #else
-#define LMD_SELECT_KERNEL(area, kernel) (&::lmdecode::default_::area::kernel)
-#define LMD_SELECT_BF16_KERNEL(area, kernel) LMD_SELECT_KERNEL(area, kernel)
-#define LMD_SELECT_VNNI_KERNEL(area, kernel) LMD_SELECT_KERNEL(area, kernel)
 #define LMD_SELECT_AMX_KERNEL(area, kernel, otherwise) (otherwise)
 #endif

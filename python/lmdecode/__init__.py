@@ -98,7 +98,7 @@ from lmdecode.sampling import (
     top_k_top_p_sample,
     verify_draft,
 )
-from lmdecode.system import cpu_capability, has_cuda
+from lmdecode.system import cpu_capabilities, cpu_capability, has_cuda
 
 if TYPE_CHECKING:
     from lmdecode.speech import Transcriber
@@ -171,6 +171,7 @@ __all__ = [
     "beam_step",
     "compressed_swa_mask",
     "copy_blocks_",
+    "cpu_capabilities",
     "cpu_capability",
     "expand_compressed_swa_mask",
     "format_trace",

@@ -116,7 +116,8 @@ def _of_numbers(op: str) -> Callable[..., int]:
 
 
 for _op in (
-    "causal_workspace_bytes", "cpu_capability", "decoding_workspace_bytes", "sampler_row_bytes",
+    "causal_workspace_bytes", "cpu_capabilities", "cpu_capability", "decoding_workspace_bytes",
+    "sampler_row_bytes",
 ):  # fmt: skip
     _OUTPUTS[_op] = _of_numbers(_op)
 

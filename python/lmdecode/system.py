@@ -7,6 +7,10 @@ from lmdecode import _ops
 _CAPABILITIES = ("default", "avx2", "avx512", "amx")
 
 
+def _named(bits: int) -> tuple[str, ...]:
+    return tuple(name for number, name in enumerate(_CAPABILITIES) if bits >> number & 1)
+
+
 def cpu_capability() -> str:
     """The build of the CPU kernels in use: "default", "avx2", "avx512" or "amx".
 
@@ -18,9 +22,23 @@ def cpu_capability() -> str:
     Raises
     ------
     ValueError
-        The variable holds another word, or a level that the machine lacks.
+        The variable holds another word, or a level that the machine or the build lacks.
     """
     return _CAPABILITIES[_ops.ops.cpu_capability()]
+
+
+def cpu_capabilities() -> tuple[str, ...]:
+    """The CPU capabilities that ``LMDECODE_CPU_CAPABILITY`` can choose here, the best one last.
+
+    Those that this machine runs and this build has: a wheel has all, a build in the source tree
+    may have those of its own machine alone (see :func:`built_cpu_capabilities`).
+    """
+    return _named(_ops.ops.cpu_capabilities()[1])
+
+
+def built_cpu_capabilities() -> tuple[str, ...]:
+    """The CPU capabilities that this build has: all, or, with ``LMDECODE_LEVELS=native``, fewer."""
+    return _named(_ops.ops.cpu_capabilities()[0])
 
 
 def has_cuda() -> bool:

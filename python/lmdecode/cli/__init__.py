@@ -22,6 +22,7 @@ COMMANDS = {
     "transcribe": "write down what is said in audio files",
     "translate": "translate lines of text",
     "convert": "pack a model's weights once, and save them",
+    "verify": "show that a text has the same bits, however it is computed",
     "perplexity": "measure what each format of weights costs a model",
 }
 

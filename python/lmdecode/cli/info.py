@@ -18,6 +18,7 @@ from lmdecode.formats.ctranslate2 import is_ctranslate2
 from lmdecode.formats.gguf import GgufFile, is_gguf
 from lmdecode.serving.text_model import local_path
 from lmdecode.serving.tokenizer import Tokenizer, read_json
+from lmdecode.system import built_cpu_capabilities
 
 __all__ = ["add_command"]
 
@@ -57,6 +58,7 @@ def _installed() -> dict[str, str]:
         "torch": torch.__version__,
         "python": f"{platform.python_version()} on {platform.machine()}",
         "CPU capability": lmdecode.cpu_capability() + (" (forced)" if forced else ""),
+        "CPU levels": ", ".join(built_cpu_capabilities()) + " (built)",
         "threads": str(torch.get_num_threads()),
         "CUDA": cuda,
         "ops": ", ".join(names),

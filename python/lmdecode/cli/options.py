@@ -19,6 +19,7 @@ from lmdecode.serving.text_model import TextModel, is_causal
 __all__ = [
     "MODEL_HELP",
     "add_draft_option",
+    "add_format_options",
     "add_model_options",
     "add_sampling_options",
     "be_quiet",
@@ -47,12 +48,18 @@ def check_at_least_1(given: argparse.Namespace, *names: str) -> None:
             raise CommandError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model, and how it is loaded."""
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+def add_format_options(parser: argparse.ArgumentParser) -> None:
+    """Add the formats of a model."""
     add = parser.add_argument
     add("--dtype", metavar="FORMAT", help="of weights: float32, bfloat16, int8 (default), int4")
     add("--cache-dtype", metavar="FORMAT", help="of keys and values: float32, bfloat16, int8")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the model, and how it is loaded."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_format_options(parser)
+    add = parser.add_argument
     add("--context", type=int, metavar="N", help="the most tokens of a text")
     add("--threads", type=int, metavar="N", help="of the computation")
     add("--chat-template", metavar="FILE", help="instead of the model's")

@@ -4,47 +4,48 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-# Both are read when the packages are loaded: idle OpenMP threads must not spin, nothing is fetched.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import torch
 
-from lmdecode.demo import beam, chat, g2p, model, sampling, store, window
-from lmdecode.demo._output import DemoError
+from lmdecode.cli.errors import told
+from lmdecode.demo._output import NotBuiltError, model_folder, pyplot, readable_path, say
+from lmdecode.demo._store_talk import prepare_processes
 
+# What each demo does, in the order in which they run. None of them is imported before its turn:
+# they import transformers, which takes seconds.
 _DEMOS = {
-    "model": model.run,
-    "sampling": sampling.run,
-    "beam": beam.run,
-    "window": window.run,
-    "store": store.run,
+    "model": "a whole model in C++: equal text, tokens a second",
+    "sampling": "generate() that samples: equal greedy text, time of a step",
+    "beam": "generate() with 4 beams: equal results, the beams as a tree",
+    "window": "long prompts and a sliding window: equal text, time, memory",
+    "store": "a process is killed in mid-answer, another one goes on: equal text",
+    "g2p": "words to sounds, an encoder-decoder: equal ids, error rates, time",
 }
-_NAMES = (*_DEMOS, "g2p")  # g2p has words where the others have a number of tokens
-# What each demo is about to do, for the reader.
-_PLANS = {
-    "model": "runs a whole language model in C++, compares its text, and times generate()",
-    "sampling": "generates text with transformers' loop and ours, and times the sampling stage",
-    "beam": "searches four prompts, prints the beams as a tree, and times generate()",
-    "window": "runs long prompts through a sliding window, and compares time and memory",
-    "store": "kills a process in the middle of two conversations, and lets another go on",
-    "g2p": "pronounces words with an encoder-decoder, and compares error rates and times",
-}
-_QUICK_WORDS, _SOME_WORDS = 48, 200  # held-out words where g2p is quick or one of all demos
-_CHAT_TOKENS = 256
+_ALL = "all"
+_NAME = "lmdecode.demo"  # of what errors are of
+_QUICK_WORDS = 48  # held-out words of g2p
 _EXPLAINED_TOKENS = 5
 _PICTURES = (".png", ".svg", ".pdf")
 
 
 def main(words_given: Sequence[str] | None = None, prog: str = "python -m lmdecode.demo") -> int:
     """Run the demos that the command line names; None: that of the process."""
-    parser = argparse.ArgumentParser(prog=prog, description="Run the demos.")
+    # Read when transformers and processes of the demos start: nothing is fetched, and idle threads
+    # do not spin.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Run the demos: without a name all of them, in a minute."
+    )
     parser.add_argument(
         "demos", nargs="*", metavar="NAME",
-        help=f"of {', '.join(_NAMES)}; none: all; behind g2p, the words to pronounce; or chat, "
-        "which talks with the model",
+        help=f"in full: {', '.join(_DEMOS)}, or {_ALL}; behind g2p, the words to pronounce",
     )  # fmt: skip
     parser.add_argument(
         "--model", type=Path, metavar="DIR",
@@ -55,82 +56,96 @@ def main(words_given: Sequence[str] | None = None, prog: str = "python -m lmdeco
         help="draw timings, the tree of beams, masks, pronunciations or error rates",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", type=int, help="to generate in model, sampling and beam (default 60), or in an "
-        f"answer of chat (default {_CHAT_TOKENS})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--store", type=Path, metavar="DIR", help="of chat: where talks are kept (default: in the "
-        "user's cache)",
-    )  # fmt: skip
-    parser.add_argument("--session", help="of chat: the name of the talk (default chat)")
-    parser.add_argument("--dtype", help="of chat: the weights (default int8)")
+        "--tokens", type=int, metavar="N", help="to generate (default 60); not of g2p"
+    )
     parser.add_argument(
         "--explain", action="store_true",
         help="of sampling: print what each stage of a sampler leaves of one row of logits, instead",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="few tokens or words, rough timings")
+    parser.add_argument(
+        "--quick", action="store_true",
+        help="few tokens or words, rough timings, as without a name",
+    )  # fmt: skip
     arguments = parser.parse_intermixed_args(words_given)
     tokens: int | None = arguments.tokens
     if tokens is not None and tokens < 1:
         parser.error(f"--tokens is {tokens}; expected at least 1")
-    is_chat = arguments.demos == ["chat"]
-    for option in ("plot", "quick") if is_chat else ("store", "session", "dtype"):
-        if getattr(arguments, option):
-            whose = "not of chat" if is_chat else "of chat alone"
-            parser.error(f"--{option} is {whose}")
     if arguments.explain:
         if arguments.demos != ["sampling"]:
             parser.error("--explain is of sampling alone")
         for option in ("plot", "quick"):
             if getattr(arguments, option):
                 parser.error(f"--{option} is not of sampling --explain")
-        return _told(lambda: sampling.run_explain(arguments.model, tokens or _EXPLAINED_TOKENS))
-    if is_chat:
-        session, count = arguments.session or "chat", tokens or _CHAT_TOKENS
-        return _told(
-            lambda: chat.run(arguments.model, arguments.store, session, arguments.dtype, count)
-        )
-    names: list[str] = arguments.demos or [*_NAMES]
+        return told(_NAME, lambda: _explain(arguments.model, tokens or _EXPLAINED_TOKENS))
+    names: list[str] = [*_DEMOS] if arguments.demos in ([], [_ALL]) else arguments.demos
     words: list[str] = []
     if "g2p" in arguments.demos:
         end = names.index("g2p") + 1
         names, words = names[:end], names[end:]
     for name in names:
-        if name == "chat":
-            parser.error("chat is given beside others; expected it alone")
-        if name not in _NAMES:
-            parser.error(f"there is no demo {name!r}; expected {', '.join(_NAMES)}, or chat alone")
+        if name not in _DEMOS:
+            parser.error(
+                f"there is no demo {name!r}; expected {', '.join(_DEMOS)}, or {_ALL} alone"
+            )
     if arguments.plot is not None and arguments.plot.suffix.lower() not in _PICTURES:
         parser.error(f"--plot is {arguments.plot}; expected a name in {', '.join(_PICTURES)}")
-    if len(names) > 1:
-        print(f"{len(names)} demos run one after the other, each beside transformers:", flush=True)
-        print("\n".join(f"  {name:8}  {_PLANS[name]}" for name in names), flush=True)
-    return _told(lambda: _run(names, words, arguments, tokens or 60))
+    return told(_NAME, lambda: _run(names, words, arguments, tokens or 60))
 
 
-def _told(run: Callable[[], None]) -> int:
-    """Run, and return the exit status; an error of a demo is a line."""
+def _run(names: list[str], words: list[str], arguments: argparse.Namespace, tokens: int) -> int:
+    begun = time.perf_counter()
+    if arguments.plot is not None:
+        pyplot()  # before the parts take their time: it may be missing
+    is_first_look = not arguments.demos
+    quick = is_first_look or arguments.quick
+    if "store" in names:
+        prepare_processes()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # calls are timed on one
     try:
-        run()
-    except DemoError as error:
-        print(f"lmdecode.demo: {error}", file=sys.stderr)
-        return 1
+        for number, name in enumerate(names, 1):
+            part, start = f"[{number}/{len(names)}] {name}:", time.perf_counter()
+            say(f"{part} {_DEMOS[name]}\n")
+            plot = arguments.plot
+            if plot is not None and len(names) > 1:
+                plot = plot.with_stem(f"{plot.stem}_{name}")
+            demo = import_module(f"lmdecode.demo.{name}")
+            try:
+                if name == "g2p":
+                    chosen = arguments.model if len(names) == 1 else None
+                    demo.run(chosen, plot, words, _QUICK_WORDS if quick else None)
+                else:
+                    demo.run(arguments.model, plot, tokens, quick)
+            except NotBuiltError as error:
+                if len(names) == 1:
+                    raise
+                say(f"It is left out: {error}")
+            say(f"\n{part} {time.perf_counter() - start:.1f} s\n")
+    finally:
+        torch.set_num_threads(threads)
+    if len(names) > 1:
+        say(f"All of it: {time.perf_counter() - begun:.0f} s. What was compared is equal.")
+    if is_first_look:
+        print(_next_steps(arguments.model))
     return 0
 
 
-def _run(names: list[str], words: list[str], arguments: argparse.Namespace, tokens: int) -> None:
-    for name in names:
-        plot = arguments.plot
-        if len(names) > 1:
-            print(f"{os.linesep}== {name} =={os.linesep}")
-            plot = plot and plot.with_stem(f"{plot.stem}_{name}")
-        print(f"This demo {_PLANS[name]}.", flush=True)
-        if name == "g2p":
-            chosen = arguments.model if len(names) == 1 else None
-            limit = None if arguments.demos else _SOME_WORDS
-            g2p.run(chosen, plot, words, _QUICK_WORDS if arguments.quick else limit)
-        else:
-            _DEMOS[name](arguments.model, plot, tokens, arguments.quick)
+def _explain(model: Path | None, tokens: int) -> int:
+    from lmdecode.demo import sampling
+
+    sampling.run_explain(model, tokens)
+    return 0
+
+
+def _next_steps(model: Path | None) -> str:
+    """Say what to try behind the first look."""
+    script = Path(sys.executable).with_name("lmdecode")
+    is_on_path = shutil.which("lmdecode") == str(script)
+    command = "lmdecode" if is_on_path else readable_path(script)
+    return f"""
+every part in full   make demo ARGS={_ALL}
+talk with the model  {command} chat {readable_path(model_folder(model))}
+test the promises    {command} verify"""
 
 
 if __name__ == "__main__":

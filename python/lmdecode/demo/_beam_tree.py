@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lmdecode.beam.engine.trace import BeamTrace
 from lmdecode.beam.types import REAL_BEAM_SCORE_BOUND
-from lmdecode.demo._output import require
+from lmdecode.demo._output import pyplot, save_figure
 
 __all__ = ["BeamTree", "beam_tree", "draw_tree", "tree_text"]
 
@@ -121,9 +121,6 @@ def tree_text(root: BeamTree, decode: Decode, width: int) -> str:
 
 def draw_tree(path: Path, title: str, root: BeamTree, decode: Decode) -> None:
     """Write a PNG of the tree: steps from left to right, results in colour, dropped beams grey."""
-    require("matplotlib").use("Agg")
-    from matplotlib import pyplot
-
     rows: dict[int, float] = {}  # id of a node to its height
     leaves = 0
 
@@ -143,7 +140,7 @@ def draw_tree(path: Path, title: str, root: BeamTree, decode: Decode) -> None:
 
     place(root)
     deepest = max(node.depth for node in root.walk())
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         figsize=(min(4 + 0.75 * deepest, 22), min(1.6 + 0.26 * leaves, 18)), layout="constrained"
     )
     for node in root.walk():
@@ -173,6 +170,4 @@ def draw_tree(path: Path, title: str, root: BeamTree, decode: Decode) -> None:
     if handles:
         order = sorted(range(len(labels)), key=lambda number: labels[number])
         axes.legend([handles[n] for n in order], [labels[n] for n in order], frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save_figure(figure, path)

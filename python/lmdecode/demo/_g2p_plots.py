@@ -5,27 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from lmdecode.demo._output import require
+from lmdecode.demo._output import pyplot, save_figure
 from lmdecode.demo.cmudict_words import ErrorRates
 
 __all__ = ["draw_error_rates", "draw_pronunciations"]
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    require("matplotlib.pyplot").close(figure)
 
 
 def draw_error_rates(
     path: Path, labels: Sequence[str], rates: Sequence[ErrorRates], num_words: int
 ) -> None:
     """Write a picture of the error rates of each search, two bars a label."""
-    require("matplotlib").use("Agg")
-    pyplot = require("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(figsize=(7.5, 3.8), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(7.5, 3.8), layout="constrained")
     for number, name in enumerate(("phoneme", "word")):
         places = [at + (number - 0.5) * 0.38 for at in range(len(labels))]
         values = [100 * getattr(rate, name) for rate in rates]
@@ -36,17 +27,15 @@ def draw_error_rates(
     axes.set_title(f"Pronunciation of {num_words:,} held-out words")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_pronunciations(
     path: Path, pronunciations: Mapping[str, Sequence[tuple[float, str]]]
 ) -> None:
     """Write a picture of the n best of each word: a bar a result, as long as exp(score)."""
-    require("matplotlib").use("Agg")
-    pyplot = require("matplotlib.pyplot")
     count = sum(map(len, pronunciations.values()))
-    figure, panels = pyplot.subplots(
+    figure, panels = pyplot().subplots(
         len(pronunciations), 1, squeeze=False, sharex=True, layout="constrained",
         figsize=(8.5, min(1.0 + 0.3 * count + 0.5 * len(pronunciations), 40)),
     )  # fmt: skip
@@ -62,4 +51,4 @@ def draw_pronunciations(
     panels[-1, 0].set_xlabel(
         "geometric mean of the probabilities of the tokens; in figures: its logarithm, the score"
     )
-    _save(figure, path)
+    save_figure(figure, path)

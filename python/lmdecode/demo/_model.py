@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lmdecode.demo._output import DemoError, one_line, readable_path, require
+from lmdecode.demo._output import DemoError, one_line, readable_path, require, say
 
 __all__ = ["load_model", "load_tokenizer", "print_model"]
 
@@ -68,4 +68,4 @@ def load_model(
 def print_model(folder: Path, model: Any, *details: str) -> None:
     """Print a line on a model: its folder, its size, and what else a demo says of it."""
     size = f"{model.num_parameters() / 1e6:.1f} million parameters"
-    print(f"Model: {readable_path(folder)}, {', '.join((size, *details))}.\n", flush=True)
+    say(f"Model: {readable_path(folder)}, {', '.join((size, *details))}.\n")

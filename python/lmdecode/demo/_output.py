@@ -9,70 +9,69 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from lmdecode._checks import install_hint
 from lmdecode._tables import aligned_table
+from lmdecode.cli.errors import CommandError, one_line
+from lmdecode.cli.shipped_models import CAUSAL_MODEL, shipped_model
 
 __all__ = [
     "DemoError",
+    "NotBuiltError",
     "aligned_table",
     "bar_chart",
     "microseconds",
     "model_folder",
     "one_line",
+    "pyplot",
     "quoted",
     "readable_path",
     "require",
-    "require_packages",
+    "save_figure",
+    "say",
+    "terminal_width",
 ]
 
-_MODEL = Path("examples", "kjv_mistral", "model")
+_MOST_COLUMNS = 100  # of prose: longer lines are hard to read
 
 
-class DemoError(Exception):
+class DemoError(CommandError):
     """Ends a demo with its text, a line for the user, and exit status 1."""
 
 
-def one_line(error: BaseException) -> str:
-    """Return an error's message in one line."""
-    return " ".join(str(error).split())
+class NotBuiltError(DemoError):
+    """Ends a demo of what this build of lmdecode has not; it does not end a run of several."""
 
 
-def require(package: str) -> ModuleType:
-    """Import an optional package.
+def require(package: str, extra: str = "demo") -> ModuleType:
+    """Import an optional package, which the extra has.
 
     Raises
     ------
     DemoError
-        It is not installed; names the extra that has it.
+        It is not installed; names the extra.
     """
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise DemoError(f"the demo needs {package} ({error}): {install_hint('demo')}") from error
+        raise DemoError(f"the demo needs {package} ({error}): {install_hint(extra)}") from error
 
 
-def require_packages(plot: Path | None) -> None:
-    """Import what demos with a model of transformers need, before they take their time.
-
-    Parameters
-    ----------
-    plot
-        Picture that is drawn; None: none.
+def pyplot() -> ModuleType:
+    """Import matplotlib's pyplot, which draws into files.
 
     Raises
     ------
     DemoError
-        A package is not installed.
+        matplotlib is not installed.
     """
-    require("tqdm")  # before transformers, which imports it
-    require("transformers")
-    if plot is not None:
-        require("matplotlib")
+    require("matplotlib", "demo-all").use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
 
 
 def model_folder(
-    chosen: Path | None, ships: Path = _MODEL, kind: str = "a causal language model"
+    chosen: Path | None, ships: Path = CAUSAL_MODEL, kind: str = "a causal language model"
 ) -> Path:
     """Return the folder of the model: the chosen one, else the one that the source tree ships.
 
@@ -94,8 +93,8 @@ def model_folder(
         if not (chosen / "config.json").is_file():
             raise DemoError(f"--model {chosen}: no config.json there; expected a model's folder")
         return chosen
-    shipped = Path(__file__).resolve().parents[3] / ships
-    if not (shipped / "config.json").is_file():
+    shipped = shipped_model(ships)
+    if shipped is None:
         raise DemoError(
             "the demo's model is not part of the installed package: run the demo in a source "
             f"checkout, which has {ships}, or give --model DIR, the folder of {kind} with its "
@@ -112,13 +111,29 @@ def readable_path(path: Path) -> str:
         return str(path)
 
 
+def terminal_width() -> int:
+    """Return how many columns a line may have: the terminal's, 80 where there is none."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def _filled(text: str, indent: str = "", further_indent: str = "") -> str:
+    """Wrap a line to the terminal."""
+    return textwrap.fill(
+        text, min(terminal_width(), _MOST_COLUMNS), initial_indent=indent,
+        subsequent_indent=further_indent, break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def say(text: str) -> None:
+    """Print a paragraph, wrapped to the terminal; line breaks before and behind it are kept."""
+    before, behind = (len(text) - len(cut) for cut in (text.lstrip("\n"), text.rstrip("\n")))
+    print("\n" * before + _filled(text.strip("\n")) + "\n" * behind, flush=True)
+
+
 def quoted(text: str, indent: str = "    ") -> str:
     """Wrap a text to the terminal, each line indented, its own line breaks kept."""
-    width = min(shutil.get_terminal_size((96, 24)).columns, 110) - 1
     lines = [
-        textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent + "  ")
-        for line in text.strip().splitlines()
-        if line.strip()
+        _filled(line, indent, indent + "  ") for line in text.strip().splitlines() if line.strip()
     ]
     return os.linesep.join(lines)
 
@@ -127,6 +142,14 @@ def microseconds(seconds: float) -> str:
     """Write a duration with about three digits."""
     us = seconds * 1e6
     return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of pyplot to a file, say where, and forget the figure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot().close(figure)
+    say(f"\nPicture: {readable_path(path)}")
 
 
 def bar_chart(
@@ -145,10 +168,7 @@ def bar_chart(
     bars
         Name of a series to its microseconds, one a group.
     """
-    require("matplotlib").use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8.5, 1.4 + 0.75 * len(labels)), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(8.5, 1.4 + 0.75 * len(labels)), layout="constrained")
     height = 0.8 / len(bars)
     for number, (name, values) in enumerate(bars.items()):
         places = [row + (number - (len(bars) - 1) / 2) * height for row in range(len(labels))]
@@ -163,6 +183,4 @@ def bar_chart(
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=len(bars), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save_figure(figure, path)

@@ -1,10 +1,11 @@
-"""Two conversations that take turns: run as a program, the process that ``demo store`` kills."""
+"""Two conversations that take turns, and what runs them in the process that is killed."""
 
 from __future__ import annotations
 
-import json
-import sys
+import multiprocessing
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ CONVERSATIONS = {
 }
 SEED = 2024
 CAPACITY_BYTES = 1 << 28
+# Each process is a fork of one that has imported transformers, once for all of them.
+PROCESSES = multiprocessing.get_context("forkserver")
+_IMPORTED = [__name__, "lmdecode.store", "transformers.models.mistral.modeling_mistral"]
+
+
+def prepare_processes() -> None:
+    """Let these imports begin, which take seconds, beside what this process does next."""
+    PROCESSES.set_forkserver_preload(_IMPORTED)
+    forkserver.ensure_running()
 
 
 class Words:
@@ -80,15 +90,12 @@ def talk(
         return {name: list(tokens) for name, tokens in said.items()}
 
 
-def main(model_folder: str, store_folder: str, num_tokens: str) -> None:
-    """Talk, and write what happens to stdout, a line of JSON each."""
+def talk_in_process(folder: Path, store: Path, num_tokens: int, events: Connection) -> None:
+    """Talk, and send what happens."""
 
     def tell(kind: str, **details: object) -> None:
-        print(json.dumps({"kind": kind, **details}), flush=True)
+        events.send({"kind": kind, **details})
 
-    model, tokenizer = load_model(Path(model_folder))
-    tell("end", tokens=talk(model, tokenizer, Path(store_folder), int(num_tokens), tell))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.set_num_threads(1)  # as the process that starts this one: sums are in the same order
+    model, tokenizer = load_model(folder)
+    tell("end", tokens=talk(model, tokenizer, store, num_tokens, tell))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import torch
-
 __all__ = ["fastest"]
 
 # Calls up to this long are repeated within a turn, after an untimed one, so that they find their
@@ -20,32 +18,24 @@ def fastest(
     seconds: float,
     rounds: int,
     min_calls: int = 3,
-    on_turn: Callable[[float], object] = lambda share: None,
 ) -> dict[str, float]:
-    """Return by name the CPU seconds of each call's fastest run, on one thread.
+    """Return by name the CPU seconds of each call's fastest run; torch has one thread.
 
     The calls take turns, so that what disturbs the machine disturbs all of them alike: ``rounds``
-    each, or as many as its share of ``seconds`` allows, and at least ``min_calls``. After a turn
-    ``on_turn`` gets its share of the work; the shares add up to 1.
+    each, or as many as its share of ``seconds`` allows, and at least ``min_calls``.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        best = {name: _taken(call) for name, call in calls.items()}
-        turns = {}
+    best = {name: _taken(call) for name, call in calls.items()}
+    turns = {}
+    for name, call in calls.items():
+        if best[name] < 0.2:  # else the first call is as good as any
+            best[name] = _taken(call)
+        affordable = int(seconds / len(calls) / max(best[name], 1e-6))
+        turns[name] = max(min_calls, min(rounds, affordable))
+    for turn in range(max(turns.values())):
         for name, call in calls.items():
-            if best[name] < 0.2:  # else the first call is as good as any
-                best[name] = _taken(call)
-            affordable = int(seconds / len(calls) / max(best[name], 1e-6))
-            turns[name] = max(min_calls, min(rounds, affordable))
-        for turn in range(max(turns.values())):
-            for name, call in calls.items():
-                if turn < turns[name]:
-                    best[name] = min(best[name], _turn(call, best[name] < _SHORT_SECONDS))
-                    on_turn(1 / sum(turns.values()))
-        return best
-    finally:
-        torch.set_num_threads(threads)
+            if turn < turns[name]:
+                best[name] = min(best[name], _turn(call, best[name] < _SHORT_SECONDS))
+    return best
 
 
 def _turn(call: Callable[[], object], is_short: bool) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from lmdecode.demo._output import (
     aligned_table,
     model_folder,
     quoted,
-    readable_path,
-    require_packages,
+    say,
+    terminal_width,
 )
 from lmdecode.demo._timing import fastest
 
@@ -32,7 +31,7 @@ PROMPTS = (
 )
 NUM_BEAMS = NUM_RESULTS = 4
 _TREE_TOKENS = 16
-_QUICK_TOKENS = 8
+_QUICK_TOKENS = 12
 
 
 def _search(
@@ -69,7 +68,7 @@ def _check(
                 "beam search differs from that of transformers: "
                 f"prompt {PROMPTS[number]!r}, {result.sequences.tolist()}, {theirs.tolist()}"
             )
-    print(
+    say(
         f"Beam search of {NUM_BEAMS} beams: the {NUM_RESULTS} best sequences equal to those of "
         f"transformers, {len(prompts)} prompts in one batch against one by one."
     )
@@ -93,7 +92,7 @@ def _time(model: Any, inputs: Any, quick: bool, **options: Any) -> None:
         [name, f"{taken * 1e3:.0f}", f"{taken * 1e3 / steps:.2f}"]
         for name, taken in (("transformers", theirs), ("lmdecode", ours))
     ]
-    print(
+    say(
         f"\ngenerate() of {steps} tokens, {len(inputs['input_ids'])} prompts of {NUM_BEAMS} beams, "
         "the model's own time included; one thread, CPU time, fastest call:\n"
     )
@@ -120,7 +119,6 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     DemoError
         Something is missing, or results differ from those of transformers.
     """
-    require_packages(plot)
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
     # In float32 rounding does not decide between beams.
@@ -137,9 +135,8 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
         num_return_sequences=NUM_RESULTS,
     )  # fmt: skip
     tree = beam_tree(traces[0])
-    width = min(shutil.get_terminal_size((110, 24)).columns, 130)
-    print(f"\nBeams after {PROMPTS[0]!r}, {len(traces[0])} steps; score, and what became of it:\n")
-    print(tree_text(tree, tokenizer.decode, width))
+    say(f"\nBeams after {PROMPTS[0]!r}, {len(traces[0])} steps; score, and what became of it:\n")
+    print(tree_text(tree, tokenizer.decode, min(terminal_width(), 130)))
     print("\nThe best of each prompt; score: mean log-probability of a token:\n")
     for text, result in zip(PROMPTS, results, strict=True):
         print(f"  {text!r}")
@@ -152,4 +149,3 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     _time(model, inputs, quick, **options, max_new_tokens=tokens)
     if plot is not None:
         draw_tree(plot, f"Beam search, {NUM_BEAMS} beams: {PROMPTS[0]!r}", tree, tokenizer.decode)
-        print(f"\nPicture: {readable_path(plot)}")

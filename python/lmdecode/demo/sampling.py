@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import lmdecode
+from lmdecode.cli.terminal import busy
 from lmdecode.demo._explain import REPETITION_PENALTY, explain
 from lmdecode.demo._model import load_model, print_model
 from lmdecode.demo._output import (
@@ -19,9 +20,8 @@ from lmdecode.demo._output import (
     microseconds,
     model_folder,
     quoted,
-    readable_path,
     require,
-    require_packages,
+    say,
 )
 from lmdecode.demo._timing import fastest
 
@@ -35,7 +35,7 @@ TEMPERATURE, TOP_K, TOP_P = 0.8, 50, 0.95
 SEED = 2024
 # A vocabulary of today's larger models; logits of a normal distribution.
 LARGE_VOCAB, LOGIT_SCALE = 128256, 3.0
-_QUICK_TOKENS = 12
+_QUICK_TOKENS = 24
 
 
 class _Case(NamedTuple):
@@ -61,7 +61,7 @@ def _check_greedy(model: Any, tokenizer: Any, tokens: int) -> None:
                 "greedy ids differ from those of transformers: "
                 f"prompt {prompt!r}, first at token {first}"
             )
-    print(
+    say(
         f"Greedy: ids equal to those of transformers, {len(PROMPTS)} prompts, "
         f"up to {tokens} new tokens each."
     )
@@ -88,7 +88,7 @@ def _sample_text(model: Any, tokenizer: Any, tokens: int) -> list[Tensor]:
         return_dict_in_generate=True,
         output_logits=True,
     )
-    print(
+    say(
         f"\nSampled with lmdecode (temperature {TEMPERATURE}, top-k {TOP_K}, top-p {TOP_P}, "
         f"seed {SEED}):"
     )
@@ -138,25 +138,16 @@ def lmdecode_stage(logits: Tensor) -> Callable[[], Tensor]:
 
 
 def _time(cases: list[_Case], quick: bool) -> list[dict[str, float]]:
-    """Time both stages of each case on one thread, with a progress bar on stderr."""
-    progress = require("tqdm").tqdm(
-        disable=None,  # in a terminal only
-        total=len(cases),
-        desc="timing",
-        leave=False,
-        bar_format="{l_bar}{bar}| {n:.1f}/{total} [{elapsed}]",
-    )
+    """Time both stages of each case on one thread."""
     seconds, rounds = (0.1, 5) if quick else (1.0, 20)
-    timings = []
-    with progress:
+    timings: list[dict[str, float]] = []
+    with busy(lambda: f"Timing case {len(timings) + 1} of {len(cases)}"):
         for case in cases:
             contestants = {
                 "transformers": transformers_stage(case.logits),
                 "lmdecode": lmdecode_stage(case.logits),
             }
-            timings.append(
-                fastest(contestants, seconds=seconds, rounds=rounds, on_turn=progress.update)
-            )
+            timings.append(fastest(contestants, seconds=seconds, rounds=rounds))
     return timings
 
 
@@ -175,7 +166,6 @@ def run_explain(model_path: Path | None, tokens: int) -> None:
     DemoError
         Something is missing.
     """
-    require_packages(None)
     from lmdecode.integrations.transformers import sample
 
     folder = model_folder(model_path)
@@ -219,7 +209,6 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     DemoError
         Something is missing, or greedy ids differ from those of transformers.
     """
-    require_packages(plot)
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
     model, tokenizer = load_model(folder)
@@ -236,7 +225,7 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
         for batch in (1, len(rows))
     ]
     timings = _time(cases, quick)
-    print("\nThe sampling stage of one step, logits to token ids; one thread, fastest call:\n")
+    say("\nThe sampling stage of one step, logits to token ids; one thread, fastest call:\n")
     print(
         aligned_table(
             ["case", "transformers us", "lmdecode us", "ratio"],
@@ -258,4 +247,3 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
         }
         title = f"Sampling stage: temperature {TEMPERATURE}, top-k {TOP_K}, top-p {TOP_P}"
         bar_chart(plot, title, [case.name.replace(", V", "\nV") for case in cases], bars)
-        print(f"\nChart: {readable_path(plot)}")

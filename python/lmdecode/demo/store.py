@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
+import importlib
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,37 +12,45 @@ from typing import Any
 
 import torch
 
-from lmdecode.demo import _store_talk
 from lmdecode.demo._model import load_model, print_model
 from lmdecode.demo._output import (
     DemoError,
+    NotBuiltError,
     aligned_table,
     bar_chart,
     model_folder,
+    one_line,
     quoted,
-    readable_path,
-    require,
-    require_packages,
+    say,
 )
-from lmdecode.demo._store_talk import CONVERSATIONS, talk
+from lmdecode.demo._store_talk import (
+    CAPACITY_BYTES,
+    CONVERSATIONS,
+    PROCESSES,
+    talk,
+    talk_in_process,
+)
 from lmdecode.demo._timing import fastest
 
-_QUICK_TOKENS = 12
-_LENGTHS, _QUICK_LENGTHS = (256, 1024, 3968), (64, 192)
+_QUICK_TOKENS = 18
+_LENGTHS, _QUICK_LENGTHS = (256, 1024, 3968), (256, 1024)
 
 
 def _watch(
     folder: Path, store: Path, tokens: int, on_event: Callable[[dict[str, Any]], bool]
 ) -> int:
     """Run the conversations in a process of their own, until ``on_event`` has it killed."""
-    command = [sys.executable, "-m", _store_talk.__name__, str(folder), str(store), str(tokens)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{") and on_event(json.loads(line)):
-                os.kill(process.pid, signal.SIGKILL)
-                break
-    return process.returncode
+    events, its_end = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=talk_in_process, args=(folder, store, tokens, its_end))
+    process.start()
+    its_end.close()  # here, so that the pipe ends with the process
+    with events, contextlib.suppress(EOFError):
+        while not on_event(events.recv()):
+            pass
+        process.kill()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def _interrupt(folder: Path, store: Path, tokens: int) -> None:
@@ -60,7 +66,7 @@ def _interrupt(folder: Path, store: Path, tokens: int) -> None:
     status = _watch(folder, store, tokens, until_then)
     if status != -signal.SIGKILL:
         raise DemoError(f"the process ended with status {status} before it was killed")
-    print(
+    say(
         f"Two conversations took turns; the process was killed (SIGKILL) in turn {seen['turns']} "
         f"of 4, after {seen['tokens']} of {tokens} tokens."
     )
@@ -79,7 +85,7 @@ def _resume(folder: Path, store: Path, tokens: int) -> dict[str, list[int]]:
         raise DemoError(f"the second process ended with status {status}")
     found = ", ".join(f"{name} with {count}" for name, count in events[0]["tokens"].items())
     missing = [event for event in events if event["kind"] == "turn"]
-    print(
+    say(
         f"Another process found {found} tokens, and computed the {missing[0]['missing']} that "
         f"turn {missing[0]['number']} of {missing[0]['name']!r} lacked, and the rest."
     )
@@ -98,9 +104,7 @@ def _time_first_token(
     lengths = [n for n in (_QUICK_LENGTHS if quick else _LENGTHS) if n <= longest]
     text = torch.tensor([(ids * (max(lengths) // len(ids) + 1))[: max(lengths)]])
     options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
-    with KVStore(
-        folder, fingerprint=fingerprint, capacity_bytes=_store_talk.CAPACITY_BYTES
-    ) as store:
+    with KVStore(folder, fingerprint=fingerprint, capacity_bytes=CAPACITY_BYTES) as store:
         for length in lengths:
             generate_with_store(model, store, f"{length}", text[:, :length], **options)
     times = []
@@ -145,11 +149,10 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     DemoError
         Something is missing, or the text differs from that of conversations without a break.
     """
-    require_packages(plot)
     try:
-        require("lmdecode.store")
-    except DemoError as error:  # no extra has it: it is built where SQLite is
-        raise DemoError(str(error.__cause__)) from error
+        importlib.import_module("lmdecode.store")
+    except ImportError as error:  # it is built where SQLite is
+        raise NotBuiltError(one_line(error)) from error
     folder = model_folder(model_path)
     tokens = max(3, min(tokens, _QUICK_TOKENS) if quick else tokens)
     model, tokenizer = load_model(folder)
@@ -170,9 +173,9 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
             print(quoted(tokenizer.decode(resumed[name], skip_special_tokens=True)))
         ids = [token for name in CONVERSATIONS for token in resumed[name]]
         times = _time_first_token(model, tokenizer, Path(place, "timing"), ids, quick)
-    print(
+    say(
         "\nTime to the first token of a prompt, computed, and resumed from the store (looked up, "
-        "checked, loaded,\nits last token computed); one thread, CPU time, fastest call:\n"
+        "checked, loaded, its last token computed); one thread, CPU time, fastest call:\n"
     )
     rows = [
         [f"{length} tokens", f"{computed * 1e3:.1f}", f"{resumed_in * 1e3:.1f}",
@@ -187,4 +190,3 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
         }
         labels = [f"{length} tokens" for length, _, _ in times]
         bar_chart(plot, "Time to the first token of a prompt", labels, bars)
-        print(f"\nChart: {readable_path(plot)}")

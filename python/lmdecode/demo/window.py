@@ -17,10 +17,11 @@ from lmdecode.demo._output import (
     DemoError,
     aligned_table,
     model_folder,
+    pyplot,
     quoted,
-    readable_path,
     require,
-    require_packages,
+    save_figure,
+    say,
 )
 from lmdecode.demo._timing import fastest
 from lmdecode.demo.peak_memory import peak_memory
@@ -36,8 +37,8 @@ his name's sake.
 """
 # Prompts, in windows, as far as the model has positions for them.
 LENGTHS = (4, 16, 32)
-_QUICK_LENGTHS = (4,)
-_QUICK_TOKENS = 8
+_QUICK_LENGTHS = (8,)
+_QUICK_TOKENS = 24
 _SHORT = 16  # tokens of the prompt that warms up
 # Of the masks that are drawn: more than three tiles of 128 tokens, and no multiple of them.
 MASK_WINDOW, MASK_LENGTH, HEAD_SIZE = 600, 1536, 64
@@ -47,6 +48,7 @@ _IMPLEMENTATIONS = {STOCK: "sdpa", OURS: "lmdecode"}
 
 def _load(folder: Path) -> tuple[Any, Any]:
     """Return the model, in float32, where rounding does not decide between tokens."""
+    require("transformers")
     from lmdecode.integrations.transformers import register
 
     register()
@@ -81,7 +83,7 @@ def _check_greedy(model: Any, tokenizer: Any, prompt: Tensor, tokens: int) -> No
             f"greedy ids differ from those of transformers, first at new token {first} behind a "
             f"prompt of {length}"
         )
-    print(
+    say(
         f"Greedy: ids equal to those of transformers, {tokens} new tokens behind a prompt of "
         f"{length}, {length // model.config.sliding_window} windows. It ends, and goes on:\n"
     )
@@ -136,10 +138,7 @@ def _masks() -> tuple[Tensor, Tensor, Tensor]:
 
 def _draw(path: Path, lengths: list[int], timings: list[dict[str, float]], window: int) -> None:
     """Write a PNG: the three masks, black where masked, and the time over the prompt's length."""
-    require("matplotlib").use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(9.5, 9), layout="constrained")
+    figure, axes = pyplot().subplots(2, 2, figsize=(9.5, 9), layout="constrained")
     titles = (
         f"mask of a window of {MASK_WINDOW}, {MASK_LENGTH} tokens; black: masked",
         "its compressed form, 512 x 512, for any length",
@@ -160,9 +159,7 @@ def _draw(path: Path, lengths: list[int], timings: list[dict[str, float]], windo
     panel.set_ylim(bottom=0)
     panel.legend(frameon=False)
     panel.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def _lengths(model: Any, folder: Path, tokens: int, quick: bool) -> list[int]:
@@ -171,11 +168,12 @@ def _lengths(model: Any, folder: Path, tokens: int, quick: bool) -> list[int]:
     if window is None:
         raise DemoError(f"the model in {folder} has no sliding_window; expected one with a window")
     most = (model.config.max_position_embeddings - tokens) // window
-    windows = [n for n in (_QUICK_LENGTHS if quick else LENGTHS) if n <= most]
+    wanted = _QUICK_LENGTHS if quick else LENGTHS
+    windows = [n for n in wanted if n <= most]
     if not windows:
         raise DemoError(
             f"the model in {folder} has a window of {window} and max_position_embeddings of "
-            f"{model.config.max_position_embeddings}; expected room for {LENGTHS[0]} windows and "
+            f"{model.config.max_position_embeddings}; expected room for {wanted[0]} windows and "
             f"{tokens} tokens"
         )
     if not quick and windows[-1] < min(most, LENGTHS[-1]):
@@ -203,7 +201,6 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
     DemoError
         Something is missing, or greedy ids differ from those of transformers.
     """
-    require_packages(plot)
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
     model, tokenizer = _load(folder)
@@ -220,16 +217,15 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
         peaks = [f"{peak[name] / 2**20:,.0f}" for name in (STOCK, OURS)]
         ratio = f"{times[0] / times[1]:.1f}x"
         rows.append([str(length), *(f"{ms:,.0f}" for ms in times), ratio, *peaks])
-    print(
+    say(
         "\nThe whole model over a prompt, one thread, CPU time, fastest call; memory: the peak "
-        "beyond the\nloaded model, each in a process of its own:\n"
+        "beyond the loaded model, each in a process of its own:\n"
     )
     units = [f"{name} {unit}" for unit in ("ms", "MiB") for name in (STOCK, OURS)]
     print(aligned_table(["tokens", *units[:2], "ratio", *units[2:]], rows))
-    print(
+    say(
         f"\nEach token after a prompt of {lengths[0]}: {each[STOCK] * 1e3:.2f} ms, "
         f"{each[OURS] * 1e3:.2f} ms with lmdecode."
     )
     if plot is not None:
         _draw(plot, lengths, timings, window)
-        print(f"\nPicture: {readable_path(plot)}")

@@ -6,7 +6,7 @@
 #include "attention_case.h"
 #include "simd/cpu_capability.h"
 
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
 LMD_DECLARE_KERNELS_AT(avx512_amx_emulated, attention,
                        void sliding_window_attention_tiles(
                            const SlidingWindowAttentionParams& params, const AttentionTile* tiles,
@@ -59,7 +59,7 @@ void run_all_dtypes(Tiles run) {
 }
 
 TEST(default_level) { run_all_dtypes(&default_::attention::sliding_window_attention_tiles); }
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
 TEST(avx2) {
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
     run_all_dtypes(&avx2::attention::sliding_window_attention_tiles);
@@ -82,6 +82,7 @@ TEST(avx512_amx_emulated) {
     run_cases(run, DType::kFloat32, DType::kBFloat16);
   }
 }
+#if defined(LMD_HAS_AVX512_AMX)
 TEST(avx512_amx) {
   if (use_avx512_amx()) {
     const Tiles run = &avx512_amx::attention::sliding_window_attention_tiles;
@@ -89,6 +90,7 @@ TEST(avx512_amx) {
     run_cases(run, DType::kFloat32, DType::kBFloat16);
   }
 }
+#endif
 #endif
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include "attention_case.h"
 #include "simd/cpu_capability.h"
 
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
 LMD_DECLARE_KERNELS_AT(
     avx512_amx_emulated, attention,
     void sliding_window_decode_parts(const SlidingWindowAttentionParams& params,
@@ -158,7 +158,7 @@ TEST(default_level) {
   run_all_dtypes(&default_::attention::sliding_window_decode_parts,
                  &default_::attention::sliding_window_decode_heads);
 }
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
 TEST(avx2) {
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
     run_all_dtypes(&avx2::attention::sliding_window_decode_parts,
@@ -183,12 +183,14 @@ TEST(avx512_amx_emulated) {
               &avx512_amx_emulated::attention::sliding_window_decode_heads);
   }
 }
+#if defined(LMD_HAS_AVX512_AMX)
 TEST(avx512_amx) {
   if (use_avx512_amx()) {
     run_tiles(&avx512_amx::attention::sliding_window_decode_parts,
               &avx512_amx::attention::sliding_window_decode_heads);
   }
 }
+#endif
 #endif
 
 }  // namespace

@@ -151,7 +151,7 @@ void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vo
   Level{#level, &level::beam::log_softmax_top_k_rows, \
         &level::beam::log_softmax_top_k_processed_rows, &level::beam::log_softmax_top_k_requests}
   std::vector<Level> levels = {LMD_LEVEL(default_)};
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
   const CpuCapability best = max_cpu_capability();
   if (best >= CpuCapability::kAvx2) levels.push_back(LMD_LEVEL(avx2));
   if (best >= CpuCapability::kAvx512) levels.push_back(LMD_LEVEL(avx512));

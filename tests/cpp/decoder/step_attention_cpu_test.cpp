@@ -23,7 +23,7 @@ std::vector<Level> levels() {
   std::vector<Level> list = {{default_::decoder::self_attention_items,
                               default_::decoder::cross_attention_items,
                               default_::decoder::step_attention_scratch}};
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
     list.push_back({avx2::decoder::self_attention_items, avx2::decoder::cross_attention_items,
                     avx2::decoder::step_attention_scratch});

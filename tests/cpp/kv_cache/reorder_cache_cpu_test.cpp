@@ -151,7 +151,7 @@ TEST(kernel_default) {
   run_cases(&default_::kv_cache::reorder_cache_parts, 100, true);
 }
 
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
 TEST(kernel_avx2) {
   if (max_cpu_capability() < CpuCapability::kAvx2) return;
   run_cases(&avx2::kv_cache::reorder_cache_parts, 3000, false);

@@ -20,7 +20,7 @@ struct Level {
 
 std::vector<Level> levels() {
   std::vector<Level> all = {{&default_::linear::layer_norm_rows, &default_::linear::rms_norm_rows}};
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
     all.push_back({&avx2::linear::layer_norm_rows, &avx2::linear::rms_norm_rows});
   }

@@ -15,7 +15,7 @@
 #include "linear/rotation.h"
 #include "tile_order.h"
 
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
 LMD_DECLARE_KERNELS_AT(avx512_amx_emulated, linear, extern const LinearKernels linear_kernels;)
 #endif
 
@@ -58,7 +58,7 @@ struct Level {
 
 std::vector<Level> levels() {
   std::vector<Level> all = {{"default", &default_::linear::linear_kernels, true, true, true}};
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
   const CpuCapability best = max_cpu_capability();
   if (best >= CpuCapability::kAvx2) {
     all.push_back({"avx2", &avx2::linear::linear_kernels, true, true, true});
@@ -76,9 +76,11 @@ std::vector<Level> levels() {
     const LinearKernels* const emulated = &avx512_amx_emulated::linear::linear_kernels;
     all.push_back({"avx512_amx, emulated", emulated, false, true, true, true});
   }
+#if defined(LMD_HAS_AVX512_AMX)
   if (best == CpuCapability::kAmx) {
     all.push_back({"avx512_amx", &avx512_amx::linear::linear_kernels, false, true, true, true});
   }
+#endif
 #endif
   return all;
 }

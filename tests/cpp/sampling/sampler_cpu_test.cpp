@@ -23,7 +23,7 @@ struct Level {
 std::vector<Level> levels() {
   std::vector<Level> all{{"default", &default_::sampling::sampler_step_rows,
                           &default_::sampling::sampler_verify_rows}};
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
   const CpuCapability best = max_cpu_capability();
   if (best >= CpuCapability::kAvx2) {
     all.push_back(

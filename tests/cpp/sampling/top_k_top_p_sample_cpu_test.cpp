@@ -31,7 +31,7 @@ SampleResult run(Rows rows, const SampleCase& c, int64_t first_part) {
 int64_t cases_run = 0;
 
 void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vocab) {
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
   const CpuCapability best = max_cpu_capability();
 #endif
   for (int i = 0; i < count; ++i) {
@@ -50,7 +50,7 @@ void run_cases(uint64_t first_seed, int count, int64_t min_vocab, int64_t max_vo
       return equal;
     };
     if (!same("default in two parts", &default_::sampling::top_k_top_p_sample_rows)) return;
-#if defined(LMD_HAS_X86_KERNELS)
+#if defined(LMD_HAS_AVX512)
     if (best >= CpuCapability::kAvx2 && !same("avx2", &avx2::sampling::top_k_top_p_sample_rows))
       return;
     if (best >= CpuCapability::kAvx512 &&
