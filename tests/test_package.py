@@ -28,6 +28,14 @@ NEWEST_SYMBOLS = {
     "GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0),
 }  # fmt: skip
 
+OTHERS = ("aoti_torch_", "torch_", "Py", "_Py")
+TELL = """
+import ctypes, sys
+calls = ctypes.CDLL(sys.argv[1]).PyInit_calls
+calls.restype = ctypes.c_char_p
+print(calls().decode(), end="")
+"""
+
 OP_CALL = """
 import lmdecode, pathlib, sys, torch
 assert pathlib.Path(lmdecode.__file__).is_relative_to(sys.argv[1]), lmdecode.__file__
@@ -196,18 +204,46 @@ def symbols(library: Path, which: str) -> list[str]:
     return done.stdout.decode().splitlines()
 
 
-@pytest.mark.slow
-def test_libraries_need_no_more_than_glibc_2_28(installed: Path) -> None:
+def check_glibc_2_28(library: Path) -> None:
+    """It needs no symbol of a newer release, nor one of the standard library that torch has."""
     if platform.libc_ver()[1] > "2.36":
         pytest.skip("csrc/common/glibc_2_28.cpp does not know what newer headers need")
+    lines = [line for line in symbols(library, "undefined") if line.split()[0] != "w"]
+    found = [(line.split()[-1], re.search(r"@([A-Z]+)_([\d.]+)$", line)) for line in lines]
+    versions = [
+        (name, match[1], tuple(map(int, match[2].split(".")))) for name, match in found if match
+    ]
+    assert {system for _, system, _ in versions} == set(NEWEST_SYMBOLS)
+    assert not [name for name, system, version in versions if version > NEWEST_SYMBOLS[system]]
+    assert not [name for name, match in found if match is None and not name.startswith(OTHERS)]
+
+
+@pytest.mark.slow
+def test_libraries_need_no_more_than_glibc_2_28(installed: Path) -> None:
     for library in installed.glob("lmdecode/*.so"):
-        lines = symbols(library, "undefined")
-        found = [(line, re.search(r"@([A-Z]+)_([\d.]+)$", line)) for line in lines]
-        versions = [
-            (line, match[1], tuple(map(int, match[2].split(".")))) for line, match in found if match
-        ]
-        assert {name for _, name, _ in versions} == set(NEWEST_SYMBOLS)
-        assert not [line for line, name, version in versions if version > NEWEST_SYMBOLS[name]]
+        check_glibc_2_28(library)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["-O0", "-O2"])
+def test_what_older_systems_have_does_the_same(level: str, tmp_path: Path) -> None:
+    """The definitions of csrc/common/glibc_2_28.cpp, against this system's own."""
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or pytest.skip("needs a C++ compiler")
+    calls = ROOT / "tests" / "cpp" / "common" / "glibc_2_28_calls.cpp"
+    told = []
+    for name, sources in {
+        "own": [calls], "older": [calls, ROOT / "csrc" / "common" / "glibc_2_28.cpp"],
+    }.items():  # fmt: skip
+        library = tmp_path / f"{name}.so"
+        flags = ["-std=c++20", level, "-fvisibility=hidden", "-fPIC", "-shared", "-pthread"]
+        shown = f"-Wl,--version-script={ROOT / 'csrc' / 'exports.map'}"
+        subprocess.run([compiler, *flags, shown, *sources, "-o", library], check=True)
+        done = run(sys.executable, "-c", TELL, str(library), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout)
+    assert told[0] == told[1]
+    assert told[0].count("\n") == 8
+    check_glibc_2_28(tmp_path / "older.so")
 
 
 @pytest.mark.slow

@@ -1,16 +1,21 @@
-// What newer systems' headers make a library need, made of what glibc 2.28 and the libstdc++ of gcc
-// 8 have.
+// What newer systems' headers make a library need, made of what glibc 2.28 and gcc 8's libstdc++
+// have.
 //
 // A wheel is to load wherever torch's own wheels do, which need glibc 2.28. Compiled on a newer
 // system, a call of `pow` is bound to pow@GLIBC_2.29, and one of `stat` to a function that 2.28
 // lacks. Each name below is defined here, hidden, so that the library's own calls end here. The
 // objects that call them stay as they are, and so do their bits. With LMDECODE_PORTABLE the file is
 // part of each library. Each definition has a section of its own: the linker drops those that
-// nothing calls. A name that is missing here shows in the tag that auditwheel gives the wheel.
+// nothing calls.
+//
+// What is asked for by a version is the system's, even where the library has an inline copy of it:
+// it must not show that copy (csrc/exports.map), or the loader takes it.
 
 #include <pthread.h>
 #include <sys/stat.h>
 #include <time.h>
+
+#include <ios>
 
 #if __GLIBC_PREREQ(2, 29)  // older ones need nothing of this
 
@@ -28,12 +33,15 @@ constexpr int kStatVersion = 0;
 
 #define LMD_HIDDEN __attribute__((visibility("hidden")))
 
+// Calls of `name` go to another function of the same arguments, as older releases have it.
+#define LMD_INSTEAD(name, older, version)                                                    \
+  __asm__(".symver instead_of_" #name ", " #older "@" version "\n .pushsection .text." #name \
+          ",\"ax\",%progbits"                                                                \
+          "\n .globl " #name "\n .hidden " #name "\n .type " #name ", %function\n" #name     \
+          ":\n " LMD_JUMP_TO("instead_of_" #name) "\n .size " #name ", . - " #name           \
+                                                  "\n .popsection")
 // A function that newer releases have twice: here it is the one of the older version.
-#define LMD_OLDER(name, version)                                                         \
-  __asm__(".symver older_" #name ", " #name "@" version "\n .pushsection .text." #name   \
-          ",\"ax\",%progbits"                                                            \
-          "\n .globl " #name "\n .hidden " #name "\n .type " #name ", %function\n" #name \
-          ":\n " LMD_JUMP_TO("older_" #name) "\n .size " #name ", . - " #name "\n .popsection")
+#define LMD_OLDER(name, version) LMD_INSTEAD(name, name, version)
 
 // 2.29: computed by the same code, but for errno.
 LMD_OLDER(exp, LMD_FIRST_GLIBC);
@@ -60,7 +68,28 @@ LMD_OLDER(pthread_once, LMD_FIRST_GLIBC);
 // gcc 12: std::condition_variable::wait
 LMD_OLDER(_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, "GLIBCXX_3.4.11");
 
+// gcc 11: str() of streams, of a stream that goes and of one that stays. Both copy the text here.
+#define LMD_STR(stream)                                                                    \
+  LMD_INSTEAD(_ZNOSt7__cxx11##stream##IcSt11char_traitsIcESaIcEE3strEv,                    \
+              _ZNKSt7__cxx11##stream##IcSt11char_traitsIcESaIcEE3strEv, "GLIBCXX_3.4.21"); \
+  LMD_INSTEAD(_ZNKRSt7__cxx11##stream##IcSt11char_traitsIcESaIcEE3strEv,                   \
+              _ZNKSt7__cxx11##stream##IcSt11char_traitsIcESaIcEE3strEv, "GLIBCXX_3.4.21")
+LMD_STR(15basic_stringbuf);
+LMD_STR(18basic_stringstream);
+LMD_STR(19basic_ostringstream);
+
 extern "C" {
+
+// gcc 9: streams made of nothing. Older ones are made of their mode.
+#define LMD_MADE_OF_NOTHING(stream, mode)                                                      \
+  __asm__(".symver make_" #stream ", _ZNSt7__cxx11" #stream                                    \
+          "IcSt11char_traitsIcESaIcEEC1ESt13_Ios_Openmode@GLIBCXX_3.4.21");                    \
+  void make_##stream(void* made, std::ios_base::openmode);                                     \
+  LMD_HIDDEN void make_default_##stream(void* made) __asm__("_ZNSt7__cxx11" #stream            \
+                                                            "IcSt11char_traitsIcESaIcEEC1Ev"); \
+  void make_default_##stream(void* made) { make_##stream(made, mode); }
+LMD_MADE_OF_NOTHING(18basic_stringstream, std::ios_base::in | std::ios_base::out)
+LMD_MADE_OF_NOTHING(19basic_ostringstream, std::ios_base::out)
 
 // 2.33: these were inline, around those that begin with __ and take a version.
 int __fxstat(int version, int descriptor, struct stat* status);
@@ -109,16 +138,18 @@ LMD_HIDDEN int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t
   return pthread_cond_timedwait(condition, mutex, &until);
 }
 
-// gcc 11: std::__throw_bad_array_new_length
-[[noreturn]] void __cxa_throw_bad_array_new_length();
+// gcc 11: std::__throw_bad_array_new_length, by what `new` itself calls.
+[[noreturn]] void throw_array_too_long() __asm__("__cxa_throw_bad_array_new_length");
 LMD_HIDDEN void throw_bad_array_new_length() __asm__("_ZSt28__throw_bad_array_new_lengthv");
-void throw_bad_array_new_length() { __cxa_throw_bad_array_new_length(); }
+void throw_bad_array_new_length() { throw_array_too_long(); }
 
 // gcc 12: std::exception_ptr's count of references, by its copy and its end. A copy that never ends
-// is one more.
-void copy_exception_ptr(void* copy, const void* pointer) __asm__(
-    "_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
-void end_exception_ptr(void* pointer) __asm__("_ZNSt15__exception_ptr13exception_ptrD1Ev");
+// is one more. The headers' inline copy and end, which call these, are not meant: hence the
+// version.
+__asm__(".symver copy_exception_ptr, _ZNSt15__exception_ptr13exception_ptrC1ERKS0_@CXXABI_1.3.3");
+__asm__(".symver end_exception_ptr, _ZNSt15__exception_ptr13exception_ptrD1Ev@CXXABI_1.3.3");
+void copy_exception_ptr(void* copy, const void* pointer);
+void end_exception_ptr(void* pointer);
 LMD_HIDDEN void add_reference(void* pointer) noexcept
     __asm__("_ZNSt15__exception_ptr13exception_ptr9_M_addrefEv");
 LMD_HIDDEN void release_reference(void* pointer) noexcept
