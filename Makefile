@@ -73,8 +73,8 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Each time on two cores of a Zen 4, and twice that on an older processor.
 demo: $(VENV)/.python
 	@echo "lmdecode: set-up, 3 minutes on two cores, when it has not been made; then the demo, a minute"
-	@$(MAKE) --no-print-directory setup $(VENV)/.packages-demo
-	@cd "$(CURDIR)" && $(BIN)/python -m lmdecode.demo $(ARGS)
+	@$(MAKE) --no-print-directory setup $(VENV)/.packages-demo$(if $(filter all --plot,$(ARGS)),-all)
+	@$(BIN)/python -m lmdecode.demo $(ARGS)
 
 test: $(VENV)/.python
 	@echo "lmdecode: set-up when it has not been made; then the tests of Python, those of the scorers beside transformers"
