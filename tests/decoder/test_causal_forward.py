@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 from collections.abc import Callable
@@ -68,10 +69,16 @@ def error(got: Tensor, expected: Tensor) -> float:
 # --- the reference --------------------------------------------------------------------------------
 
 
+@functools.cache
+def reference_logits(architecture: str, variant: str) -> Tensor:
+    """Return the reference's logits of the text of ``LENGTH`` tokens; tests share them."""
+    return causal_logits(*parts(architecture, variant), random_tokens(LENGTH))
+
+
 @cases
 def test_logits_are_the_references(architecture: str, variant: str) -> None:
     model, text = packed(architecture, variant), random_tokens(LENGTH)
-    expected = causal_logits(*parts(architecture, variant), text)
+    expected = reference_logits(architecture, variant)
     check_near(prompt_logits(new_caches(model), text), expected)
     check_near(generated_logits(new_caches(model), text), expected)
     caches = new_caches(model)
@@ -162,7 +169,7 @@ def test_formats_of_weights(
     """What is left are roundings that a last bit turned; they do not stay small in every case."""
     model, text = packed(architecture, variant, weight_format), random_tokens(LENGTH)
     config, weights = parts(architecture, variant)
-    exact = causal_logits(config, weights, text)
+    exact = reference_logits(architecture, variant)
     head = weights.embedding if weights.logits is None else weights.logits
     rounding_reference(weight_format, head, monkeypatch)
     embedding = _rounded_rows(weights.embedding, weight_format)

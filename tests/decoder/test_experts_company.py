@@ -29,6 +29,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"variant": "plain", "hidden_size": 256, "intermediate_size": 256, "head_dim": 16},
 }  # fmt: skip
 LENGTH, NEW = 97, 33
+COUNTS = (1, 2, 3)  # of threads
 formats = pytest.mark.parametrize("weight_format", [*FORMATS, *KINDS])
 
 
@@ -64,42 +65,55 @@ def _model(architecture: str, weight_format: str) -> PackedCausalModel:
     return model
 
 
-def _check(model: PackedCausalModel) -> Tensor:
-    """Return logits of a text, after they came out the same in every company."""
-    text = random_tokens(LENGTH)
-    expected = prompt_logits(new_caches(model), text)
-    for size in (1, 2, 7, 31, 64):
+def _check(model: PackedCausalModel, in_either_way: bool = True) -> None:
+    """Logits of a text are the same on each number of threads, and in each part of it on one.
+
+    Parts are those that a caller makes, or those that ``max_rows`` makes, or both.
+    """
+    text, tokens = random_tokens(LENGTH), random_tokens(NEW, 1)
+
+    def alone() -> tuple[Tensor, list[Tensor]]:
+        steps = [step(new_caches(model), Entry(0, token, False))[0] for token in tokens.split(1)]
+        return prompt_logits(new_caches(model), text), steps
+
+    def in_pieces(size: int) -> None:
         pieces = [min(size, LENGTH - at) for at in range(0, LENGTH, size)]
         assert prompt_logits(new_caches(model), text, *pieces).equal(expected), size
+
+    def in_steps_of(size: int) -> None:
         assert prompt_logits(new_caches(model, max_rows=size), text).equal(expected), size
-    tokens = random_tokens(NEW, 1)
-    alone = [step(new_caches(model), Entry(0, token, False))[0] for token in tokens.split(1)]
-    for rows in (2, 3, 5, 8, 17, NEW):
+
+    def in_a_batch_of(rows: int) -> None:
         caches = new_caches(model, rows, 32)
         entries = [Entry(i, token, False) for i, token in enumerate(tokens[:rows].split(1))]
-        assert torch.cat(step(caches, *entries)).equal(torch.cat(alone[:rows])), rows
-    return torch.cat([expected, *alone])
+        assert torch.cat(step(caches, *entries)).equal(torch.cat(each[:rows])), rows
+
+    expected, each = on_threads(alone, COUNTS)
+    for at, size in enumerate((1, 2, 7, 31, 64)):
+        for way, read in enumerate((in_pieces, in_steps_of)):
+            if in_either_way or way == at % 2:
+                on_threads(functools.partial(read, size), [COUNTS[(at + way) % 3]])
+    for rows in (2, 3, 5, 8, 17, NEW):
+        on_threads(functools.partial(in_a_batch_of, rows), COUNTS)
 
 
 @formats
 def test_any_batch_any_chunks_any_threads(weight_format: str) -> None:
-    model = _model("qwen3_moe", weight_format)
-    on_threads(lambda: _check(model), (1, 2, 3))
+    _check(_model("qwen3_moe", weight_format))
 
 
 @pytest.mark.parametrize("weight_format", [*FORMATS, "MXFP4"])
 def test_clamped_experts_with_biases(weight_format: str) -> None:
-    model = _model("gpt_oss", weight_format)
-    on_threads(lambda: _check(model), (1, 2, 3))
+    _check(_model("gpt_oss", weight_format))
 
 
 CAPABILITY_SCRIPT = """
 from tests.decoder import test_experts_company as tests
 
 for weight_format in (*tests.FORMATS, *tests.KINDS):
-    tests.test_any_batch_any_chunks_any_threads(weight_format)
+    tests._check(tests._model("qwen3_moe", weight_format), in_either_way=False)
 for weight_format in (*tests.FORMATS, "MXFP4"):
-    tests.test_clamped_experts_with_biases(weight_format)
+    tests._check(tests._model("gpt_oss", weight_format), in_either_way=False)
 """
 
 

@@ -149,38 +149,36 @@ def _minimum_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     distance = most - least
     has_distance = distance >= _LEAST_SCALED_MAGNITUDE
     unit = torch.where(has_distance, one / distance, zero)
+    # Each way to cut the distance is an index of the first dimension.
+    steps = torch.arange(17)[:, None, None] * 0.1875 + 14
+    factors = unit * steps
+    codes = squares = products = torch.zeros_like(factors)
+    for count, value in zip(counts, each, strict=True):
+        code = _minimum_codes(value, least, factors)
+        counted = count * code
+        codes, squares = codes + counted, squares + counted * code
+        products = products + counted * value
+    determinant = all_counts * squares - codes * codes
+    is_line = determinant > 0
+    divisor = torch.where(is_line, determinant, one)
+    slope = (all_counts * products - codes * total) / divisor
+    offset = (squares * total - codes * products) / divisor
+    fifteen = torch.full_like(zero, 15.0)  # torch divides by a number by multiplying
+    whole = torch.where(has_distance, distance / fifteen, zero)
+    scale = torch.cat((whole[None], torch.where(is_line, slope, zero))).half().float()
+    minimum = torch.cat((least[None], torch.where(is_line, offset, least))).half().float()
+    factors = torch.where(scale.abs() > 0, one / scale, zero)
+    errors = torch.zeros_like(scale)
+    for count, value in zip(counts, each, strict=True):
+        off = scale * _minimum_codes(value, minimum, factors) + minimum - value
+        errors = errors + count * (off * off)
     best = torch.full_like(zero, torch.inf)
     scales = minimums = torch.full_like(zero, torch.nan)
-
-    def consider(scale: Tensor, minimum: Tensor) -> None:
-        nonlocal best, scales, minimums
-        scale, minimum = scale.half().float(), minimum.half().float()
-        factor = torch.where(scale.abs() > 0, one / scale, zero)
-        error = zero
-        for count, value in zip(counts, each, strict=True):
-            off = scale * _minimum_codes(value, minimum, factor) + minimum - value
-            error = error + count * (off * off)
+    for way, error in enumerate(errors):
         is_better = error < best
         best = torch.where(is_better, error, best)
-        scales = torch.where(is_better, scale, scales)
-        minimums = torch.where(is_better, minimum, minimums)
-
-    fifteen = torch.full_like(zero, 15.0)  # torch divides by a number by multiplying
-    consider(torch.where(has_distance, distance / fifteen, zero), least)
-    for way in range(17):
-        factor = unit * (14 + 0.1875 * way)
-        codes = squares = products = zero
-        for count, value in zip(counts, each, strict=True):
-            code = _minimum_codes(value, least, factor)
-            counted = count * code
-            codes, squares = codes + counted, squares + counted * code
-            products = products + counted * value
-        determinant = all_counts * squares - codes * codes
-        is_line = determinant > 0
-        divisor = torch.where(is_line, determinant, one)
-        scale = (all_counts * products - codes * total) / divisor
-        minimum = (squares * total - codes * products) / divisor
-        consider(torch.where(is_line, scale, zero), torch.where(is_line, minimum, least))
+        scales = torch.where(is_better, scale[way], scales)
+        minimums = torch.where(is_better, minimum[way], minimums)
     is_finite = values.isfinite().all(2)
     scales = torch.where(is_finite, scales, torch.nan)
     minimums = torch.where(is_finite, minimums, torch.nan)
