@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -19,12 +21,18 @@ def streamed(tokenizer: Tokenizer, ids: list[int], parts: list[int], skip: bool)
     return [*texts, stream.push(ids[at:]), stream.finish()]
 
 
+@functools.cache
+def made(kind: str, cleans_up: bool = False) -> Tokenizer:
+    """Make a tokenizer, once for all examples."""
+    return Tokenizer(tokenizer_of(kind), cleans_up=cleans_up)
+
+
 @pytest.mark.parametrize("cleans_up", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_the_text_is_that_of_decode(kind: str, cleans_up: bool, data: st.DataObject) -> None:
-    tokenizer = Tokenizer(tokenizer_of(kind), cleans_up=cleans_up)
+    tokenizer = made(kind, cleans_up)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=14))
     parts = data.draw(st.lists(st.integers(0, 3), max_size=14))
     skip = data.draw(st.booleans())
@@ -37,7 +45,7 @@ def test_the_text_is_that_of_decode(kind: str, cleans_up: bool, data: st.DataObj
 @example("\U0001f600 \u4e2d\u6587 a.")
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "sentencepiece_without_prefix"])
 def test_texts_come_back_token_by_token(kind: str, text: str) -> None:
-    tokenizer = Tokenizer(tokenizer_of(kind))
+    tokenizer = made(kind)
     ids = tokenizer.encode(text, add_special_tokens=False)
     whole = "".join(streamed(tokenizer, ids, [1] * len(ids), False))
     assert whole == tokenizer.decode(ids, skip_special_tokens=False)
