@@ -1,6 +1,7 @@
 """``python -m benchmarks``: run benchmarks, print and write their tables.
 
-``python -m benchmarks quality`` measures what formats of weights cost a model's texts.
+``python -m benchmarks quality`` measures what formats of weights cost a model's texts, and
+``python -m benchmarks digests`` shows whether another build gives the same bits.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ def main() -> int:
         from benchmarks.quality.__main__ import main as measure_quality
 
         return measure_quality(sys.argv[2:])
+    if sys.argv[1:2] == ["digests"]:
+        from benchmarks.digests.__main__ import main as record_digests
+
+        return record_digests(sys.argv[2:])
     arguments = _arguments()
     found = discover()
     by_benchmark = {b.name: chosen(b.cases(arguments.quick), arguments.names) for b in found}

@@ -20,7 +20,7 @@ from tests.support.wheels import files_of_wheels
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "cuda_resources.md"
-ARCH = "sm_90a"
+ARCH = "sm_90"
 PACKAGES = ("nvidia-cuda-cuobjdump>=13.0", "nvidia-cuda-nvdisasm>=13.0")
 FLAGS = "-std=c++20 -O3 --cubin --fmad=false --prec-div=true --prec-sqrt=true --ftz=false"
 PROBE = ROOT / "tests" / "cpp" / "attention" / "tile_loader_probe.cu"

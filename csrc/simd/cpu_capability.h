@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 namespace lmdecode {
 
@@ -34,9 +33,8 @@ bool use_avx512_amx();
 const char* cpu_capability_name(CpuCapability capability);
 
 // Picks one of the builds of a kernel; null: the build lacks it.
-template <class Function>
-Function* select_kernel(Function* by_default, std::type_identity_t<Function>* avx2,
-                        std::type_identity_t<Function>* avx512) {
+template <class Function, class Avx2, class Avx512>
+Function* select_kernel(Function* by_default, Avx2 avx2, Avx512 avx512) {
   switch (cpu_capability()) {
     case CpuCapability::kAmx:
     case CpuCapability::kAvx512:

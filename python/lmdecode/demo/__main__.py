@@ -8,24 +8,24 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from lmdecode.cli.errors import told
+from lmdecode.demo import beam, g2p, model, sampling, store, window
 from lmdecode.demo._output import NotBuiltError, model_folder, pyplot, readable_path, say
 from lmdecode.demo._store_talk import prepare_processes
 
-# What each demo does, in the order in which they run. None of them is imported before its turn:
-# they import transformers, which takes seconds.
-_DEMOS = {
-    "model": "a whole model in C++: equal text, tokens a second",
-    "sampling": "generate() that samples: equal greedy text, time of a step",
-    "beam": "generate() with 4 beams: equal results, the beams as a tree",
-    "window": "long prompts and a sliding window: equal text, time, memory",
-    "store": "a process is killed in mid-answer, another one goes on: equal text",
-    "g2p": "words to sounds, an encoder-decoder: equal ids, error rates, time",
+# In the order in which they run. None imports transformers, which takes seconds, before it runs.
+_DEMOS: dict[str, tuple[ModuleType, str]] = {
+    "model": (model, "a whole model in C++: equal text, tokens a second"),
+    "sampling": (sampling, "generate() that samples: equal greedy text, time of a step"),
+    "beam": (beam, "generate() with 4 beams: equal results, the beams as a tree"),
+    "window": (window, "long prompts and a sliding window: equal text, time, memory"),
+    "store": (store, "a process is killed in mid-answer, another one goes on: equal text"),
+    "g2p": (g2p, "words to sounds, an encoder-decoder: equal ids, error rates, time"),
 }
 _ALL = "all"
 _NAME = "lmdecode.demo"  # of what errors are of
@@ -105,11 +105,11 @@ def _run(names: list[str], words: list[str], arguments: argparse.Namespace, toke
     try:
         for number, name in enumerate(names, 1):
             part, start = f"[{number}/{len(names)}] {name}:", time.perf_counter()
-            say(f"{part} {_DEMOS[name]}\n")
+            demo, about = _DEMOS[name]
+            say(f"{part} {about}\n")
             plot = arguments.plot
             if plot is not None and len(names) > 1:
                 plot = plot.with_stem(f"{plot.stem}_{name}")
-            demo = import_module(f"lmdecode.demo.{name}")
             try:
                 if name == "g2p":
                     chosen = arguments.model if len(names) == 1 else None
@@ -130,21 +130,19 @@ def _run(names: list[str], words: list[str], arguments: argparse.Namespace, toke
     return 0
 
 
-def _explain(model: Path | None, tokens: int) -> int:
-    from lmdecode.demo import sampling
-
-    sampling.run_explain(model, tokens)
+def _explain(folder: Path | None, tokens: int) -> int:
+    sampling.run_explain(folder, tokens)
     return 0
 
 
-def _next_steps(model: Path | None) -> str:
+def _next_steps(folder: Path | None) -> str:
     """Say what to try behind the first look."""
     script = Path(sys.executable).with_name("lmdecode")
     is_on_path = shutil.which("lmdecode") == str(script)
     command = "lmdecode" if is_on_path else readable_path(script)
     return f"""
 every part in full   make demo ARGS={_ALL}
-talk with the model  {command} chat {readable_path(model_folder(model))}
+talk with the model  {command} chat {readable_path(model_folder(folder))}
 test the promises    {command} verify"""
 
 

@@ -11,10 +11,10 @@ import lmdecode
 from lmdecode.demo._output import require
 from lmdecode.serving.tokenizer import read_json
 
-__all__ = ["shipped_model"]
+__all__ = ["pack_shipped_model"]
 
 
-def shipped_model(folder: Path) -> lmdecode.Decoding:
+def pack_shipped_model(folder: Path) -> lmdecode.Decoding:
     """Pack the weights of the folder in float32. Of Mistral's switches, it uses the plain ones."""
     config = read_json(folder / "config.json")
     file = require("safetensors").safe_open(folder / "model.safetensors", framework="pt")

@@ -22,7 +22,7 @@ from lmdecode.demo._output import (
     require,
     say,
 )
-from lmdecode.demo._shipped_weights import shipped_model
+from lmdecode.demo._shipped_weights import pack_shipped_model
 from lmdecode.demo._timing import fastest
 from lmdecode.serving.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ _FIRST_CALLS = 8
 def _first_text(folder: Path, tokens: int) -> list[int]:
     """Go on with the first prompt by lmdecode alone, print it, and return all of its tokens."""
     say(f"{readable_path(folder)}, by lmdecode alone; transformers is not imported yet:\n")
-    decoding, tokenizer = shipped_model(folder), Tokenizer.load(folder)
+    decoding, tokenizer = pack_shipped_model(folder), Tokenizer.load(folder)
     prompt = tokenizer.encode(PROMPTS[0])
     with decoding.engine(max_requests=1, capacity=len(prompt) + tokens) as engine:
         seconds = []

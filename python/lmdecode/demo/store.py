@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import signal
 import tempfile
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from lmdecode.demo._output import (
     model_folder,
     one_line,
     quoted,
+    require,
     say,
 )
 from lmdecode.demo._store_talk import (
@@ -150,9 +150,9 @@ def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) ->
         Something is missing, or the text differs from that of conversations without a break.
     """
     try:
-        importlib.import_module("lmdecode.store")
-    except ImportError as error:  # it is built where SQLite is
-        raise NotBuiltError(one_line(error)) from error
+        require("lmdecode.store")
+    except DemoError as error:  # no extra has it: it is built where SQLite is
+        raise NotBuiltError(one_line(error.__cause__ or error)) from error
     folder = model_folder(model_path)
     tokens = max(3, min(tokens, _QUICK_TOKENS) if quick else tokens)
     model, tokenizer = load_model(folder)

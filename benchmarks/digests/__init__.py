@@ -1,0 +1,1 @@
+"""Digests of all bits that random calls give, to compare builds by."""
