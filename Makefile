@@ -125,17 +125,17 @@ docs: setup $(VENV)/.packages-test $(VENV)/.packages-docs
 .PHONY: wheel sdist test-wheel
 wheel: $(VENV)/.wheel-tools
 	@$(CHECK_TOOLS)
-	@rm -rf build/wheel-unnamed dist/lmdecode-*-linux_*.whl dist/lmdecode-*-manylinux*.whl
+	@rm -rf build/wheel-unnamed
 	CXX=$(CXX) $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel-unnamed . \
-	  --config-settings=build-dir=build/wheel --config-settings=cmake.define.LMDECODE_PORTABLE=ON \
+	  --config-settings=build-dir='build/wheel/{wheel_tag}' --config-settings=cmake.define.LMDECODE_PORTABLE=ON \
 	  --config-settings=cmake.define.LMDECODE_LEVELS=all --config-settings=cmake.define.LMDECODE_BUILD_CUDA=OFF
 	PATH="$$(cd $(BIN) && pwd):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so --exclude libc10.so \
 	  --wheel-dir dist build/wheel-unnamed/*.whl
-	@ls -sh dist/lmdecode-*.whl
+	@ls -sht dist/lmdecode-*.whl | head -n 1
 
 sdist: $(VENV)/.deps
 	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
-	@ls -sh dist/lmdecode-*.tar.gz
+	@ls -sht dist/lmdecode-*.tar.gz | head -n 1
 
 # No compiler is on the PATH.
 test-wheel:
@@ -143,7 +143,7 @@ test-wheel:
 	$(PYTHON) -m venv --clear $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/pip install --quiet "$(WHEEL_TORCH)" "$$(ls -t dist/lmdecode-*.whl | head -n 1)[serve]"
 	PATH=$(WHEEL_VENV)/bin $(WHEEL_VENV)/bin/python tests/support/installed_wheel.py
-	PATH=$(WHEEL_VENV)/bin $(WHEEL_VENV)/bin/lmdecode run examples/kjv_mistral/model "In the beginning" --max-tokens 8
+	PATH=$(WHEEL_VENV)/bin $(WHEEL_VENV)/bin/lmdecode run examples/kjv_mistral/model "In the beginning" --max-tokens 8 --temperature 0
 
 bench: setup $(VENV)/.packages-test
 	$(BIN)/python -m benchmarks $(ARGS)
