@@ -45,6 +45,17 @@ PARAMETERS: dict[str, dict[str, float]] = {
 STAGES = tuple(PARAMETERS)
 
 
+def descending(values: Array) -> Array:
+    """[B, V] places of float32 numbers without NaN, largest first, the lowest place at ties.
+
+    One sort of integers, a number above its place: tens of times as fast as a stable argsort.
+    """
+    number = (values + np.float32(0)).view(np.int32).astype(np.int64)  # -0.0 is 0.0
+    number = np.where(number < 0, -(number & 0x7FFFFFFF), number)
+    keys = np.sort((-number << 32) | np.arange(values.shape[1]), axis=1)
+    return keys & 0xFFFFFFFF
+
+
 @np.errstate(all="ignore")
 class Rows:
     """Rows on their way through the stages; arrays of a row have the shape [B, 1].
@@ -74,6 +85,7 @@ class Rows:
         self.y = np.where(np.isnan(x), np.float32(-INF), x.astype(np.float32))
         self.kept = self.y > -INF
         self.temperature = np.ones((batch, 1), np.float32)
+        self.orders: dict[bool, Array] = {}  # of the values, until a stage changes these
         self.decided = np.ones(batch, bool)
         self.margin = np.full((batch, 1), margin)
         self.infinite = np.zeros((batch, 1), bool)
@@ -98,6 +110,7 @@ class Rows:
         self.kept = np.where(infinite, above, self.kept)
         self.infinite |= infinite
         self.y = np.where(self.infinite, np.float32(0), self.y)
+        self.orders.clear()
 
     def values(self) -> Array:
         """[B, V] float32 y / T: infinite logits stay."""
@@ -105,15 +118,28 @@ class Rows:
             divided = self.y / self.temperature
         return np.where(np.isinf(self.y), self.y, divided).astype(np.float32)
 
+    def order(self, high_index_first: bool) -> Array:
+        """[B, V] tokens, largest value first, kept or not."""
+        if high_index_first not in self.orders:
+            values = self.values()
+            if high_index_first:
+                order = values.shape[1] - 1 - descending(values[:, ::-1])
+            else:
+                order = descending(values)
+            self.orders[high_index_first] = order
+        return self.orders[high_index_first]
+
     def rank(self, high_index_first: bool = False) -> Array:
-        """[B, V] place in the order of the kept ones: value descending, then index."""
-        value = np.where(self.kept, self.values().astype(np.float64), -INF)
-        if high_index_first:
-            order = np.argsort(value, axis=1, kind="stable")[:, ::-1]
-        else:
-            order = np.argsort(-value, axis=1, kind="stable")
+        """[B, V] place in the order of the kept ones: value descending, then index.
+
+        The others come behind them.
+        """
+        order = self.order(high_index_first)
+        kept = np.take_along_axis(self.kept, order, 1)
+        before = kept.cumsum(axis=1)
+        place = np.where(kept, before, before[:, -1:] + np.arange(1, 1 + kept.shape[1]) - before)
         rank = np.empty_like(order)
-        np.put_along_axis(rank, order, np.arange(value.shape[1])[None], 1)
+        np.put_along_axis(rank, order, place - 1, 1)
         return rank
 
     def log_weights(self) -> Array:
@@ -152,7 +178,8 @@ class Rows:
 
     def run(self) -> None:
         for stage in DIALECTS[self.dialect].split():
-            STAGE_FUNCTIONS[stage](self)
+            if self.parameters.keys() & PARAMETERS[stage].keys():  # else it is off
+                STAGE_FUNCTIONS[stage](self)
 
 
 @np.errstate(all="ignore")
@@ -184,7 +211,8 @@ def top_k(rows: Rows) -> None:
 
 def _prefix_sums(rank: Array, values: Array) -> Array:
     """[B, V] of each token the sum of the values up to and with its rank."""
-    order = np.argsort(rank, axis=1)
+    order = np.empty_like(rank)
+    np.put_along_axis(order, rank, np.arange(rank.shape[1])[None], 1)
     sums = np.take_along_axis(values, order, 1).cumsum(axis=1)
     out = np.empty_like(sums)
     np.put_along_axis(out, order, sums, 1)
