@@ -6,6 +6,7 @@ says so and nowhere else, so that all processors agree.
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
@@ -174,6 +175,7 @@ def log_f64(value: torch.Tensor) -> torch.Tensor:
     return exponent * _LN2_HIGH + (_two_atanh(s) + exponent * _LN2_LOW)
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def log_scalar(value: float) -> float:
     """Return ``log_f64`` of one number."""
     return log_f64(torch.tensor([value], dtype=torch.float64)).item()

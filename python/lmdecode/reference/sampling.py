@@ -26,7 +26,6 @@ from lmdecode.reference.arithmetic import (
     probability_mass,
     round_to_f32,
     sum_masses,
-    token_mass,
     token_noise,
     token_weight,
 )
@@ -205,13 +204,13 @@ def _weights(
         masses = torch.full_like(kept, 1 << fraction_bits)
     elif rules.probabilities:
         weights = torch.where(values > 0, values, 0.0)
-        masses = probability_mass(values, fraction_bits)
+        masses = probability_mass(weights, fraction_bits)
     else:
         # The largest logit, which the first token in order need not have: different logits can be
         # equal after the temperature.
         x_max, factor = values.max().item(), exponent_factor(temperature)
         weights = token_weight(values, x_max, factor)
-        masses = token_mass(values, x_max, factor, fraction_bits)
+        masses = probability_mass(weights, fraction_bits)
     weight, mass = torch.zeros(len(x)), torch.zeros(len(x), dtype=torch.int64)
     weight[kept], mass[kept] = weights, masses
     return weight, mass
