@@ -33,9 +33,7 @@ def check(case: SamplingCase, device: torch.device) -> None:
 # --- Random calls ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 20))]
-)
+@pytest.mark.parametrize("seed", range(8))
 def test_small_rows(seed: int, device: torch.device) -> None:
     for case in sampling_cases(seed, 500, vocab_sizes=SMALL_VOCAB_SIZES):
         check(case, device)
@@ -137,8 +135,10 @@ def row_kinds(vocab: int) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_parameter_grid(vocab: int, dialect: str, device: torch.device) -> None:
     """All pairs of the interesting k and p, on every kind of row."""
-    ks = [-1, 0, 1, 2, 50, 1000, vocab - 1, vocab, vocab + 5]
-    ps = [-1, 0, 1e-30, 1e-6, 0.1, 0.5, 0.9, 0.99, 0.999999, 1 - 2**-24, 1, 2]
+    ks = [0, 1, 2, 50, 1000, vocab - 1, vocab, vocab + 5]
+    ps = [0, 1e-30, 1e-6, 0.1, 0.5, 0.9, 0.99, 0.999999, 1 - 2**-24, 1]
+    if vocab == 38:  # what lies outside is the same at every size
+        ks, ps = [-1, *ks], [-1, *ps, 2]
     pairs = list(itertools.product(ks, ps))
     top_k, top_p = (torch.tensor(column) for column in zip(*pairs, strict=True))
     seeds = torch.arange(len(pairs))
