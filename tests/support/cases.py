@@ -127,9 +127,8 @@ def assert_same_bits(actual: Any, expected: Any, case: object = "") -> None:
         got, want = got.cpu(), want.cpu()
         assert got.dtype == want.dtype, f"{name}: {got.dtype} instead of {want.dtype}, {case}"
         assert got.shape == want.shape, f"{name}: {got.shape} instead of {want.shape}, {case}"
-        differs = bits(got) != bits(want)
-        if differs.any():
-            places = differs.nonzero()
+        if not torch.equal(bits(got), bits(want)):
+            places = (bits(got) != bits(want)).nonzero()
             first = tuple(places[0].tolist())
             row = f"; this row: {case.rows([first[0]])}" if isinstance(case, SamplingCase) else ""
             raise AssertionError(

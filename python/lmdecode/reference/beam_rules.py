@@ -293,17 +293,17 @@ def beam_step(
         going: list[tuple[float, int, int, float]] = []
         lockstep = dialect != "scorer" and not failed and not int(state.status[at])
         if lockstep or not was_done:
+            columns = (
+                scores[r].tolist(),
+                tokens[r].tolist(),
+                beams[r].tolist(),
+                [0.0] * num_candidates if log_probs is None else log_probs[r].tolist(),
+                [False] * num_candidates if stopped is None else stopped[r].bool().tolist(),
+            )
             candidates = [
-                (
-                    i,
-                    float(scores[r, i]),
-                    int(tokens[r, i]),
-                    int(beams[r, i]),
-                    0.0 if log_probs is None else float(log_probs[r, i]),
-                    False if stopped is None else bool(stopped[r, i]),
-                )
-                for i in range(num_candidates)
-                if slot.takes_part(float(scores[r, i]))
+                (rank, *candidate)
+                for rank, candidate in enumerate(zip(*columns, strict=True))
+                if slot.takes_part(candidate[0])
             ]
             going, decisions = _step_request(
                 slot,
