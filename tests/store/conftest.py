@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from interpreters import Interpreters
     from redis_server import Server
 
 if importlib.util.find_spec("lmdecode._store") is None:  # built without SQLite
@@ -36,6 +37,15 @@ def open_store(tmp_path: Path) -> Iterator[Open]:
     yield open_
     for store in opened:
         store.close()
+
+
+@pytest.fixture(scope="package")
+def interpreters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreters]:
+    """Runs programs to the end of their interpreter; one that comes to none is the last."""
+    from interpreters import Interpreters
+
+    with Interpreters.started(tmp_path_factory.mktemp("interpreters")) as started:
+        yield started
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from interpreters import Interpreters
 from store_cases import Open, cache, fingerprint, same
 
 import lmdecode.store
@@ -66,7 +66,7 @@ def test_the_types_of_the_compiled_part_name_what_it_has() -> None:
         assert listed - {"__init__"} == has, name
 
 
-def test_a_build_without_the_store_says_so() -> None:
+def test_a_build_without_the_store_says_so(interpreters: Interpreters) -> None:
     code = """
 import importlib.util
 find = importlib.util.find_spec
@@ -76,9 +76,8 @@ try:
 except ImportError as error:
     print(error)
 """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "needs SQLite" in done.stdout and "libsqlite3-dev" in done.stdout
+    status, printed, _ = interpreters.run(code)
+    assert status == 0 and "needs SQLite" in printed and "libsqlite3-dev" in printed
 
 
 def test_a_symbolic_link_is_not_followed(open_store: Open, tmp_path: Path) -> None:
@@ -221,7 +220,8 @@ stored = [store.put([n] * 8, cache([n] * 8)) for n in range(60)]
 assert stored[0] == 8 and stored[-1] == 0, stored
 assert store.lookup([0] * 8)
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
     store = open_store()
     assert store.lookup([0] * 8)
     assert not store.verify().damage
@@ -342,6 +342,5 @@ def test_a_forked_child_that_lives_on_may_not_write_and_does_not_keep_the_lock(
     code = _FORKED.format(
         tests=str(Path(__file__).parent), path=str(tmp_path / "store"), options=options
     )
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
+    done = run_python("-c", code, timeout=60)
     assert done.returncode == 0, done.stderr

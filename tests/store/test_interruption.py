@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -12,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreters import Interpreters
 from store_cases import KV, Open, cache, fingerprint, same
 
 from lmdecode.store import KVStore
 
 TOKENS = list(range(30))
+EndOf = Callable[[str], tuple[int, str, str]]  # a program; its status and what it wrote
 
 # So much that a call lasts for several of the store's looks at signals: 256 slots of 1 MiB.
 LARGE = fingerprint(num_layers=4, num_kv_heads=8, head_size=64, dtype="float32")
@@ -197,13 +198,23 @@ def test_a_hit_is_released_under_a_load(large: KVStore) -> None:
 
 
 @pytest.mark.slow
-def test_threads_in_calls_when_the_interpreter_ends(tmp_path: Path) -> None:
+def test_threads_in_calls_when_the_interpreter_ends(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
     """They are neither killed within a call nor do they hold up the end."""
     code = f"""
-import sys, threading, time
+import os, sys, threading, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from store_cases import cache, fingerprint
 from lmdecode.store import KVStore, StoreError
+
+for seconds in (0.0, 0.001, 0.01, 0.02, 0.05):
+    child = os.fork()
+    if child == 0:
+        break  # to an end of its own
+    assert os.waitpid(child, 0)[1] == 0, seconds
+else:
+    sys.exit()
 store = KVStore({str(tmp_path / "store")!r}, fingerprint=fingerprint(), capacity_bytes=1 << 24,
                 chunk_tokens=8, durability="relaxed")
 tokens = list(range(30))
@@ -221,12 +232,10 @@ def work(call):
 
 for call in 2 * calls:
     threading.Thread(target=work, args=(call,), daemon=True).start()
-time.sleep(float(sys.argv[1]))
+time.sleep(seconds)
 """
-    for seconds in (0.0, 0.001, 0.01, 0.02, 0.05):
-        command = [sys.executable, "-c", code, str(seconds)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-        assert (done.returncode, done.stderr) == (0, "")
+    status, _, raised = interpreters.run(code)
+    assert (status, raised) == (0, "")
 
 
 # A program with a store, atexit handlers on both sides of the store's own, and threads that wait
@@ -270,16 +279,14 @@ begun = threading.Event()
 """
 
 
-def end_of(code: str, path: Path, timeout: float = 60.0) -> tuple[int, str, str]:
-    begin = AT_EXIT.format(folder=str(Path(__file__).parent), path=str(path))
-    done = subprocess.run(
-        [sys.executable, "-c", begin + code], capture_output=True, text=True, check=False,
-        timeout=timeout,
-    )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture
+def end_of(interpreters: Interpreters, tmp_path: Path) -> EndOf:
+    """Runs such a program; returns its status and what it wrote."""
+    begin = AT_EXIT.format(folder=str(Path(__file__).parent), path=str(tmp_path))
+    return lambda code: interpreters.run(begin + code)
 
 
-def test_calls_of_an_exit_handler_are_whole(tmp_path: Path) -> None:
+def test_calls_of_an_exit_handler_are_whole(end_of: EndOf) -> None:
     """Of one that is older than the store, and so runs after the store's own."""
     code = """
 store.put(tokens[:8], [(k[:, :8], v[:, :8]) for k, v in kv])
@@ -303,7 +310,7 @@ def work():
 last.append(work)
 """
     expected = "24 24\nTrue\n3\n24\n3\n[0, 1, 2, 3]\n"
-    assert end_of(code, tmp_path) == (0, expected, "")
+    assert end_of(code) == (0, expected, "")
 
 
 @pytest.mark.parametrize(
@@ -315,7 +322,7 @@ last.append(work)
     ],
 )  # fmt: skip
 @pytest.mark.slow
-def test_a_call_that_the_end_stops_says_so(tmp_path: Path, call: str, message: str) -> None:
+def test_a_call_that_the_end_stops_says_so(end_of: EndOf, call: str, message: str) -> None:
     code = f"""
 store.put(tokens, kv)
 store.export(path + "/file")
@@ -331,11 +338,11 @@ thread.start()
 begun.wait()
 last.append(thread.join)
 """
-    assert end_of(code, tmp_path) == (0, message + "\n", "")
+    assert end_of(code) == (0, message + "\n", "")
 
 
 @pytest.mark.slow
-def test_a_close_at_the_end_waits_without_the_lock(tmp_path: Path) -> None:
+def test_a_close_at_the_end_waits_without_the_lock(end_of: EndOf) -> None:
     """It waits for a call whose callback needs the lock."""
     code = """
 store.put(tokens, kv)
@@ -345,10 +352,10 @@ at_exit(store.close)
 threading.excepthook = lambda raised: print(raised.exc_value)
 last.append(lambda: time.sleep(0.1))
 """
-    assert end_of(code, tmp_path) == (0, "verify: interrupted\n", "")
+    assert end_of(code) == (0, "verify: interrupted\n", "")
 
 
-def test_threads_that_go_on_calling_do_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_threads_that_go_on_calling_do_not_hold_up_the_end(end_of: EndOf) -> None:
     code = """
 store.put(tokens, kv)
 
@@ -360,10 +367,10 @@ for _ in range(3):
     threading.Thread(target=work, daemon=True).start()
 last.append(lambda: os._exit(7))
 """
-    assert end_of(code, tmp_path) == (7, "", "")
+    assert end_of(code) == (7, "", "")
 
 
-def test_a_signal_ends_the_wait_at_the_end(tmp_path: Path) -> None:
+def test_a_signal_ends_the_wait_at_the_end(end_of: EndOf) -> None:
     code = """
 import signal
 
@@ -386,13 +393,15 @@ def interrupt():
 at_exit(interrupt)
 last.append(lambda: os._exit(7))
 """
-    status, _, raised = end_of(code, tmp_path)
+    status, _, raised = end_of(code)
     assert status == 7
     assert "KeyboardInterrupt" in raised
 
 
 @pytest.mark.slow
-def test_a_forked_child_does_not_wait_for_the_parents_calls(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_wait_for_the_parents_calls(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
     code = f"""
 import os, sys, threading, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -408,5 +417,4 @@ _, status = os.wait()
 thread.join()
 sys.exit(os.waitstatus_to_exitcode(status))
 """
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    assert subprocess.run(command, check=False, timeout=120).returncode == 0
+    assert interpreters.run(code, timeout=120)[0] == 0
