@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 
 from tests.cli.talking import model_with_states
 from tests.serving.servers import KJV, call, post
+from tests.support.processes import run_python, start_python
 
 pytestmark = pytest.mark.slow
 LONG = "And it came to pass in those days, that there went out a decree from the king. " * 6
@@ -37,13 +39,33 @@ def command(*options: str, model: Path = KJV) -> Iterator[tuple[subprocess.Popen
     assert process.stdout is not None
     try:
         assert select.select([process.stdout], [], [], 120)[0], "it says where it listens"
-        line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-        assert found, (line, process.communicate(timeout=10))
-        yield process, int(found[1])
+        yield process, port_in(process.stdout.readline())
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def forked(folder: Path, *options: str, model: Path = KJV) -> Iterator[tuple[BaseProcess, int]]:
+    """Start the command as ``command`` does, in a process that has torch loaded."""
+    files = [os.devnull, str(folder / "out"), str(folder / "err")]
+    Path(files[1]).write_text("")
+    process = start_python(["-m", "lmdecode", "serve", str(model), "--port", "0", *options], files)
+    try:
+        end = time.monotonic() + 120
+        while not (line := Path(files[1]).read_text()).endswith("\n"):
+            assert process.is_alive() and time.monotonic() < end, Path(files[2]).read_text()
+            time.sleep(0.02)
+        yield process, port_in(line)
+    finally:
+        process.kill()
+        process.join()
+
+
+def port_in(line: str) -> int:
+    found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+    assert found, line
+    return int(found[1])
 
 
 def body_of(seed: int, **changes: Any) -> dict[str, Any]:
@@ -77,8 +99,8 @@ def test_it_drains_at_sigterm(tmp_path: Path) -> None:
             call(port, "GET", "/health")
 
 
-def test_a_second_sigterm_ends_it_at_once() -> None:
-    with command("--context", "4096") as (process, port):
+def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+    with forked(tmp_path, "--context", "4096") as (process, port):
         body = body_of(3, max_tokens=3000, ignore_eos=True)
 
         def ask() -> None:
@@ -89,16 +111,17 @@ def test_a_second_sigterm_ends_it_at_once() -> None:
         thread.start()
         while not call(port, "GET", "/health")[1]["answering"]:
             time.sleep(0.005)
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         time.sleep(0.2)
-        assert process.poll() is None, "it finishes what runs"
-        process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        assert process.is_alive(), "it finishes what runs"
+        process.terminate()
+        process.join(20)
+        assert not process.is_alive()
         thread.join(20)
 
 
-def test_the_grace_period_ends() -> None:
-    with command("--context", "4096", "--grace", "1") as (process, port):
+def test_the_grace_period_ends(tmp_path: Path) -> None:
+    with forked(tmp_path, "--context", "4096", "--grace", "1") as (process, port):
         body = body_of(3, max_tokens=3900, ignore_eos=True)
 
         def ask() -> None:
@@ -109,8 +132,9 @@ def test_the_grace_period_ends() -> None:
         thread.start()
         while not call(port, "GET", "/health")[1]["answering"]:
             time.sleep(0.005)
-        process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        process.terminate()
+        process.join(20)
+        assert not process.is_alive()
         thread.join(20)
 
 
@@ -118,7 +142,7 @@ def test_the_grace_period_ends() -> None:
 def test_prompts_survive_kill_9(has_states: bool, tmp_path: Path) -> None:
     store = ("--store", str(tmp_path / "store"), "--store-gb", "0.2")
     model = model_with_states(tmp_path / "model") if has_states else KJV
-    with command(*store, model=model) as (process, port):
+    with forked(tmp_path, *store, model=model) as (process, port):
         texts = [text_of(port, body_of(seed)) for seed in range(3)]
         first = post(port, "/v1/completions", body_of(9))[1]["usage"]
         end = time.monotonic() + 30  # what was read is written beside the answers
@@ -127,9 +151,9 @@ def test_prompts_survive_kill_9(has_states: bool, tmp_path: Path) -> None:
             if stats["commits"]:
                 break
             time.sleep(0.1)
-        process.send_signal(signal.SIGKILL)
-        process.wait(20)
-    with command(*store, model=model) as (process, port):
+        process.kill()
+        process.join(20)
+    with forked(tmp_path, *store, model=model) as (process, port):
         got = post(port, "/v1/completions", body_of(0))[1]
         assert got["choices"][0]["text"] == texts[0]
         assert got["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "from the store"
@@ -148,8 +172,7 @@ def test_prompts_survive_kill_9(has_states: bool, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_wrong_options_are_one_line(options: list[str], message: str) -> None:
-    words = [sys.executable, "-m", "lmdecode", "serve", str(KJV), "--port", "0", *options]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-m", "lmdecode", "serve", KJV, "--port", "0", *options, timeout=120)
     assert done.returncode in (1, 2), done
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and message in lines[0], done.stderr
