@@ -30,9 +30,14 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> t
 
 @pytest.mark.slow
 def test_compile() -> None:
-    compiled = torch.compile(step, fullgraph=True)
+    """The ops with the least and the most arguments in graphs; one with code around them."""
     options = {"sinks": SINKS, "kv_lengths": LENGTHS, "softcap": 10.0}
-    for arguments in ({}, options, {"q_positions": POSITIONS, "key_padding_mask": PADDING}):
+    for backend, arguments in (
+        ("aot_eager", {}),
+        ("inductor", options),
+        ("aot_eager", {"q_positions": POSITIONS, "key_padding_mask": PADDING}),
+    ):
+        compiled = torch.compile(step, fullgraph=True, backend=backend)
         torch.testing.assert_close(compiled(Q, K, V, **arguments), step(Q, K, V, **arguments))
 
 
