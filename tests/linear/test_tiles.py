@@ -102,7 +102,7 @@ def test_emulated_kernels_have_the_bits_of_the_order(tmp_path: Path) -> None:
         cpp / "linear" / "emulated_linear.cpp",
     ]
     subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", *flags,
+        [COMPILER, "-std=c++20", "-O0", "-ffp-contract=off", "-fPIC", "-shared", "-w", *flags,
          "-DLMD_SIMD=avx512_amx_emulated", "-DLMDECODE_AMX_EMULATION", "-DLMD_HAS_AVX512",
          f"-I{csrc}", f"-I{cpp / 'amx_emulation'}", *sources, csrc / "simd" / "cpu_capability.cpp",
          "-o", library],
