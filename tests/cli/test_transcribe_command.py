@@ -34,10 +34,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("files")
+    return write_files(tmp_path_factory.mktemp("files"), 2.5)
+
+
+def write_files(folder: Path, seconds: float) -> list[Path]:
     paths = [folder / "a.wav", folder / "b.wav"]
     for seed, path in enumerate(paths):
-        write_wave(path, sound(2.5, seed))
+        write_wave(path, sound(seconds, seed))
     return paths
 
 
@@ -60,9 +63,10 @@ def test_what_it_prints(model: Path, files: list[Path], capsys: pytest.CaptureFi
     ("form", "suffix"),
     [("srt", "srt"), ("vtt", "vtt"), ("json", "json"), ("verbose_json", "json"), ("txt", "txt")],
 )
-def test_files(form: str, suffix: str, model: Path, files: list[Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert run(model, *files, "--format", form, "--output-dir", out, "--batch-size", "2") == 0
+def test_files(form: str, suffix: str, model: Path, tmp_path: Path) -> None:
+    files, out = write_files(tmp_path, 1.0), tmp_path / "out"
+    options = ["--format", form, "--output-dir", out, "--batch-size", "2", "--beam-size", "1"]
+    assert run(model, *files, *options) == 0
     assert sorted(path.name for path in out.iterdir()) == [f"a.{suffix}", f"b.{suffix}"]
     assert all(path.read_text(encoding="utf-8").strip() for path in out.iterdir())
 

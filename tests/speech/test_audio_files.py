@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from lmdecode.speech.audio_files import load_audio
 from tests.speech.models import sound
+from tests.support.processes import run_python
 
 av = pytest.importorskip("av")
 
@@ -131,9 +130,7 @@ from lmdecode.speech.audio_files import load_audio
 from lmdecode.speech.voice_activity import speech_of
 {"load_audio('a.wav')" if package == "av" else "speech_of(torch.zeros(9), 100, None)"}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", code, cwd=tmp_path)
     message = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and message.startswith("ImportError")
     assert f"pip install 'lmdecode[{extra}]'" in message
