@@ -78,7 +78,7 @@ demo: $(VENV)/.python
 
 test: $(VENV)/.python
 	@echo "lmdecode: set-up when it has not been made; then the tests of Python, those of the scorers beside transformers"
-	@echo "lmdecode: 4.38, and those of C++ under sanitizers: $(TEST_MINUTES) minutes in all on two cores"
+	@echo "lmdecode: 4.38, and those of C++ under sanitizers: about half an hour in all on two cores"
 	@$(MAKE) --no-print-directory test-python
 	@$(MAKE) --no-print-directory test-cpp
 

@@ -92,18 +92,16 @@ def test_greedy_tokens(architecture: str, variant: str) -> None:
     options = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
     prompts = ragged(GREEDY_SEEDS.get((architecture, variant), 0))
     got = check((architecture, variant), prompts, max_new_tokens=new, **options)
-    assert got.sequences.shape == (4, 20 + new) and len(got.logits) == new
-    assert got.past_key_values is None
+    assert (*got.sequences.shape, len(got.logits), got.past_key_values) == (4, 20 + new, new, None)
 
 
 @cases
 def test_beams(architecture: str, variant: str) -> None:
     """Behind these prompts no two candidates of the fourth place score the same in float32."""
-    results = 1 + len(variant) % 4
+    results, new = 1 + len(variant) % 4, 66 if (architecture, variant) in FEW else 33
     prompts = ragged(BEAM_SEEDS.get((architecture, variant), 1))
     options: dict[str, Any] = {"output_scores": True, "return_dict_in_generate": True}
     options |= {"eos_token_id": None, "num_beams": 4, "num_return_sequences": results}
-    new = 66 if (architecture, variant) in FEW else 33  # behind a block of caches
     got = check((architecture, variant), prompts, max_new_tokens=new, **options)
     assert got.sequences.shape == (4 * results, 20 + new)
 
