@@ -70,15 +70,14 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .PHONY: FORCE dev demo test test-python test-cpp test-vllm test-ray test-amx test-models lint docs bench gpu setup clean
 
-# Each time on two cores of a Zen 4, and twice that on an older processor.
 demo: $(VENV)/.python
-	@echo "lmdecode: set-up, 3 minutes on two cores, when it has not been made; then the demo, a minute"
+	@echo "lmdecode: set-up, minutes, when it has not been made; then the demo, about a minute"
 	@$(MAKE) --no-print-directory setup $(VENV)/.packages-demo$(if $(filter all --plot,$(ARGS)),-all)
 	@$(BIN)/python -m lmdecode.demo $(ARGS)
 
 test: $(VENV)/.python
 	@echo "lmdecode: set-up when it has not been made; then the tests of Python, those of the scorers beside transformers"
-	@echo "lmdecode: 4.38, and those of C++ under sanitizers: about half an hour in all on two cores"
+	@echo "lmdecode: 4.38, and those of C++ under sanitizers: tens of minutes in all on two cores"
 	@$(MAKE) --no-print-directory test-python
 	@$(MAKE) --no-print-directory test-cpp
 
