@@ -62,6 +62,9 @@ class FileSystem {
   // whoever that forked meanwhile, and when all of these die. Null with *error EWOULDBLOCK where it
   // is held.
   virtual std::unique_ptr<File> lock(const std::string& path, int* error) = 0;
+  // Which start of the system this is: what was written since is there, synced or not. Empty: not
+  // known.
+  virtual std::string boot() { return {}; }
   // What files in the directory can still grow by; UINT64_MAX: not known.
   virtual uint64_t free_bytes(const std::string& path) {
     return static_cast<void>(path), UINT64_MAX;

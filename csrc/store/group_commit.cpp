@@ -18,13 +18,14 @@ constexpr std::chrono::milliseconds kMostPatience{2};
 
 }  // namespace
 
-bool GroupCommit::commit(Lock& lock, uint64_t batch) {
+bool GroupCommit::commit(Lock& lock, uint64_t batch, Survives what) {
   using std::chrono::steady_clock;
   if (batch == open_number_) {
     ++joined_;
     gathered_.notify_one();
   }
-  while (committed_ < batch) {
+  const bool syncs = what == Survives::kPowerLoss;
+  while (!survives(batch, what)) {
     if (failed_ >= batch || !failure_.empty() || index_ == nullptr) return false;
     if (is_committing_ || is_gathering_) {
       changed_.wait(lock);
@@ -49,16 +50,16 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch) {
     IndexDatabase& index = *index_;
     lock.unlock();
     // What slots hold is durable before the index refers to it.
-    const int error = slabs.sync();
+    const int error = syncs ? slabs.sync() : 0;
     std::string reason;
     CommitResult result = CommitResult::kFailed;
     if (error != 0) {
       reason = "fdatasync of the slots failed with errno " + std::to_string(-error);
     } else {
-      result = index.commit(taken.changes, &reason);
+      result = index.commit(taken.changes, what, &reason);
       for (int attempt = 0; result == CommitResult::kDiskFull && make_room_(index, attempt);
            ++attempt) {
-        result = index.commit(taken.changes, &reason);
+        result = index.commit(taken.changes, what, &reason);
       }
     }
     // What a conversation cannot be had without comes first.
@@ -66,7 +67,7 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch) {
     if (result == CommitResult::kDiskFull && !taken.changes.sessions.empty()) {
       IndexBatch sessions;
       sessions.sessions = taken.changes.sessions;
-      const CommitResult saved = index.commit(sessions, &reason);
+      const CommitResult saved = index.commit(sessions, what, &reason);
       has_saved_sessions = saved == CommitResult::kDone;
       if (saved == CommitResult::kFailed) result = saved;
     }
@@ -79,9 +80,13 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch) {
       sessions_committed_ = number;
     }
     if (result == CommitResult::kDone) {
-      committed_ = sessions_committed_ = number;
-      ++commits_;
-      release_(taken.freed);
+      written_ = sessions_committed_ = number;
+      written_freed_.insert(written_freed_.end(), taken.freed.begin(), taken.freed.end());
+      if (syncs) {
+        committed_ = number;
+        ++commits_;
+        release_(std::exchange(written_freed_, {}));
+      }
     } else {
       failed_ = number;
       // After a failed flush nobody knows what is on disk: only reading is safe. A full disk is
@@ -94,12 +99,18 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch) {
   return true;
 }
 
-void GroupCommit::keep(uint32_t area) {
-  auto& rows = open_.changes.areas;
+const AreaRow* GroupCommit::freeing_row(uint32_t area) const {
+  const auto& rows = open_.changes.areas;
   const auto last = std::find_if(rows.rbegin(), rows.rend(),
                                  [&](const AreaRow& row) { return row.area == area; });
-  if (last == rows.rend() || last->count != 0) return;
-  rows.erase(std::next(last).base());
+  return last == rows.rend() || last->count != 0 ? nullptr : &*last;
+}
+
+void GroupCommit::keep(uint32_t area) {
+  const AreaRow* const row = freeing_row(area);
+  if (row == nullptr) return;
+  auto& rows = open_.changes.areas;
+  rows.erase(rows.begin() + (row - rows.data()));
   std::erase(open_.freed, area);
 }
 

@@ -1,5 +1,6 @@
 // How changes become durable: they gather in one open batch; a thread that needs it durable writes
 // it for all. First the slots are flushed, then the durable index is told in one transaction.
+// Without the flush a batch survives that the process is killed, and is durable with the next one.
 #pragma once
 
 #include <chrono>
@@ -56,17 +57,25 @@ class GroupCommit {
   // Nobody writes into the area before the batch is durable.
   void free(uint32_t area) { open_.freed.push_back(area); }
   uint64_t open_number() const { return open_number_; }
-  bool has_changes() const { return !open_.changes.empty(); }
+  // What is not durable.
+  bool has_changes() const { return !open_.changes.empty() || written_ > committed_; }
+  // Areas that wait for a durable commit.
+  size_t num_freed() const { return open_.freed.size() + written_freed_.size(); }
+  // Of the open batch.
   const std::vector<uint32_t>& freed() const { return open_.freed; }
+  bool frees(uint32_t area) const { return freeing_row(area) != nullptr; }
   // The area's last change, which freed it, did not happen.
   void keep(uint32_t area);
 
   // --- durability
 
-  // Waits until a batch is durable; writes it where nobody else does. False: it could not be
+  // Waits until a batch survives this; writes it where nobody else does. False: it could not be
   // written, and nothing of it may be acknowledged.
-  bool commit(Lock& lock, uint64_t batch);
-  bool commit(Lock& lock) { return commit(lock, open_number_); }
+  bool commit(Lock& lock, uint64_t batch, Survives what);
+  bool commit(Lock& lock) { return commit(lock, open_number_, Survives::kPowerLoss); }
+  bool survives(uint64_t batch, Survives what) const {
+    return batch <= (what == Survives::kKill ? written_ : committed_);
+  }
   bool is_durable(uint64_t batch) const { return batch <= committed_; }
   // On a full disk the sessions of a batch may be durable without its entries.
   bool is_session_durable(uint64_t batch) const { return batch <= sessions_committed_; }
@@ -87,6 +96,8 @@ class GroupCommit {
     std::vector<uint32_t> freed;
   };
   void take_back(Batch batch);
+  // The last one of the area in the open batch, if it frees it.
+  const AreaRow* freeing_row(uint32_t area) const;
 
   const TakeUses take_uses_;
   const Release release_;
@@ -97,6 +108,8 @@ class GroupCommit {
   uint64_t sequence_ = 0;
   uint64_t open_number_ = 1;
   uint64_t committed_ = 0;
+  uint64_t written_ = 0;  // at least committed_
+  std::vector<uint32_t> written_freed_;
   uint64_t sessions_committed_ = 0;
   uint64_t failed_ = 0;
   uint64_t commits_ = 0;

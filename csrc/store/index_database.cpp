@@ -22,7 +22,20 @@ constexpr int kBusyTimeoutMs = 10000;
 constexpr uint64_t kPage = 4096;       // of SQLite's files
 constexpr size_t kBlockTokens = 1024;  // of a session in one row
 
-enum : size_t { kPutArea, kUse, kPutSession, kPutTokens, kCutTokens, kDropSession, kDropTokens };
+enum : size_t {
+  kPutArea,
+  kUse,
+  kPutSession,
+  kPutTokens,
+  kCutTokens,
+  kDropSession,
+  kDropTokens,
+  kPutUnsynced,
+  kPutBoot,
+  kTakeUnsynced,
+  kDropUnsynced,
+  kDropBoot
+};
 constexpr const char* kSql[] = {
     "INSERT OR REPLACE INTO areas VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "UPDATE areas SET used_ms = ?2 WHERE area = ?1 AND count > 0",
@@ -31,15 +44,29 @@ constexpr const char* kSql[] = {
     "DELETE FROM session_tokens WHERE root = ?1 AND name = ?2 AND block >= ?3",
     "DELETE FROM sessions WHERE root = ?1 AND name = ?2",
     "DELETE FROM session_tokens WHERE root = ?1 AND name = ?2",
+    "INSERT OR REPLACE INTO unsynced_areas VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    "INSERT OR REPLACE INTO unsynced_boot VALUES (0, ?)",
+    "INSERT OR REPLACE INTO areas SELECT * FROM unsynced_areas",
+    "DELETE FROM unsynced_areas",
+    "DELETE FROM unsynced_boot",
 };
+
+#define LMD_COLUMNS_OF_AREAS                                                       \
+  " (area INTEGER PRIMARY KEY, sequence INTEGER NOT NULL,"                         \
+  " num_tokens INTEGER NOT NULL, count INTEGER NOT NULL, usable_from INTEGER NOT NULL," \
+  " header_crc INTEGER NOT NULL, tenant INTEGER NOT NULL, created_ms INTEGER NOT NULL," \
+  " used_ms INTEGER NOT NULL, expires_ms INTEGER NOT NULL, pinned INTEGER NOT NULL," \
+  " keys BLOB NOT NULL);"
+
+// Stores of former versions get them when they are opened to be written.
+constexpr const char* kUnsyncedTables =
+    "CREATE TABLE IF NOT EXISTS unsynced_areas" LMD_COLUMNS_OF_AREAS
+    "CREATE TABLE IF NOT EXISTS unsynced_boot (id INTEGER PRIMARY KEY CHECK (id = 0),"
+    " boot BLOB NOT NULL);";
 
 constexpr const char* kSchema =
     "CREATE TABLE superblock (id INTEGER PRIMARY KEY CHECK (id = 0), content BLOB NOT NULL);"
-    "CREATE TABLE areas (area INTEGER PRIMARY KEY, sequence INTEGER NOT NULL,"
-    " num_tokens INTEGER NOT NULL, count INTEGER NOT NULL, usable_from INTEGER NOT NULL,"
-    " header_crc INTEGER NOT NULL, tenant INTEGER NOT NULL, created_ms INTEGER NOT NULL,"
-    " used_ms INTEGER NOT NULL, expires_ms INTEGER NOT NULL, pinned INTEGER NOT NULL,"
-    " keys BLOB NOT NULL);"
+    "CREATE TABLE areas" LMD_COLUMNS_OF_AREAS
     "CREATE INDEX areas_by_sequence ON areas (sequence);"
     "CREATE TABLE sessions (root BLOB NOT NULL, name BLOB NOT NULL, tenant INTEGER NOT NULL,"
     " updated_ms INTEGER NOT NULL, num_tokens INTEGER NOT NULL, digest BLOB NOT NULL,"
@@ -110,7 +137,7 @@ struct IndexDatabase::Statement {
 };
 
 IndexDatabase::IndexDatabase(FileSystem& file_system, const std::string& path, bool readonly)
-    : file_system_(file_system), path_(path), readonly_(readonly) {
+    : file_system_(file_system), path_(path), readonly_(readonly), boot_(file_system.boot()) {
   if (!readonly && !file_system.exists(path)) {
     // Made here: SQLite would give it a mode by the umask. The log and its index follow the file.
     int error = 0;
@@ -166,6 +193,7 @@ IndexDatabase::IndexDatabase(FileSystem& file_system, const std::string& path, b
                            std::to_string(id) + ", version " + std::to_string(version) + ")");
     }
     if (!readonly) {
+      execute(kUnsyncedTables);
       for (const char* sql : kSql) statements_.push_back(std::make_unique<Statement>(*this, sql));
     }
     changed();
@@ -262,14 +290,41 @@ void IndexDatabase::write_session(const SessionRow& session) {
             .run());
 }
 
-CommitResult IndexDatabase::commit(const IndexBatch& batch, std::string* error) {
+std::optional<std::string> IndexDatabase::unsynced_boot() {
+  Statement statement(*this, "SELECT boot FROM unsynced_boot");
+  if (!statement.step()) return std::nullopt;
+  has_unsynced_ = true;
+  const auto boot = statement.blob_at(0);
+  return std::string(boot.begin(), boot.end());
+}
+
+void IndexDatabase::run(size_t statement) {
+  if (statements_[statement]->run() != SQLITE_OK) fail("cannot be written");
+}
+
+CommitResult IndexDatabase::commit(const IndexBatch& batch, Survives survives, std::string* error) {
+  const bool syncs = survives == Survives::kPowerLoss;
   try {
+    if (syncs != syncs_) {
+      // NORMAL: the log is synced before it is moved into the file alone.
+      execute(syncs ? "PRAGMA synchronous = FULL" : "PRAGMA synchronous = NORMAL");
+      syncs_ = syncs;
+    }
     execute("BEGIN IMMEDIATE");
+    if (has_unsynced_ && (syncs || drops_unsynced_)) {
+      if (!drops_unsynced_) run(kTakeUnsynced);
+      run(kDropUnsynced);
+      run(kDropBoot);
+    }
+    if (!syncs && (!has_unsynced_ || drops_unsynced_)) {
+      statements_[kPutBoot]->blob(boot_);
+      run(kPutBoot);
+    }
     for (const AreaRow& row : batch.areas) {
       uint8_t keys[64];
       std::memcpy(keys, row.key.data(), 32);
       std::memcpy(keys + 32, row.parent.data(), 32);
-      Statement& put = *statements_[kPutArea];
+      Statement& put = *statements_[syncs ? kPutArea : kPutUnsynced];
       put.integer(row.area).integer(row.sequence).integer(row.num_tokens).integer(row.count);
       put.integer(row.usable_from).integer(row.header_crc).integer(row.tenant);
       put.integer(row.created_ms).integer(row.used_ms).integer(row.expires_ms).integer(row.pinned);
@@ -284,6 +339,8 @@ CommitResult IndexDatabase::commit(const IndexBatch& batch, std::string* error) 
     }
     for (const SessionRow& session : batch.sessions) write_session(session);
     execute("COMMIT");
+    has_unsynced_ = !syncs;
+    drops_unsynced_ = false;
     return CommitResult::kDone;
   } catch (const StoreError& failure) {
     *error = failure.what();
@@ -417,6 +474,11 @@ void IndexDatabase::copy_to(const std::string& path) {
       sqlite3_backup_finish(backup);
     }
     code = sqlite3_errcode(target);
+  }
+  if (code == SQLITE_OK) {  // slots that are copied are those of the durable index
+    code = sqlite3_exec(
+        target, "DROP TABLE IF EXISTS unsynced_areas; DROP TABLE IF EXISTS unsynced_boot", nullptr,
+        nullptr, nullptr);
   }
   const std::string what = code == SQLITE_OK ? "" : sqlite3_errmsg(target);
   sqlite3_close_v2(target);

@@ -48,6 +48,9 @@ struct IndexBatch {
 
 enum class CommitResult { kDone, kDiskFull, kFailed };
 
+// What a change survives: that the process is killed, or a loss of power as well.
+enum class Survives { kKill, kPowerLoss };
+
 class IndexDatabase {
  public:
   // Opens, and for a writer makes, the file. Throws StoreError; kDamaged where it is not an index.
@@ -60,8 +63,14 @@ class IndexDatabase {
   std::optional<std::vector<uint8_t>> superblock();
   void set_superblock(const std::vector<uint8_t>& content);
 
-  // Durable when it returns kDone. kDiskFull: nothing was written. Throws nothing.
-  CommitResult commit(const IndexBatch& batch, std::string* error);
+  // kPowerLoss: durable when it returns kDone, with all changes before it, whose slots are durable.
+  // kKill: the system has the areas when it returns, apart from the others, and nobody reads them
+  // before the next change that is durable. kDiskFull: nothing was written. Throws nothing.
+  CommitResult commit(const IndexBatch& batch, Survives survives, std::string* error);
+  // The boot() of a writer that was killed after a change that is not durable.
+  std::optional<std::string> unsynced_boot();
+  // Such changes did not happen.
+  void drop_unsynced() { drops_unsynced_ = true; }
 
   // Whether another connection committed since the last call.
   bool changed();
@@ -95,11 +104,16 @@ class IndexDatabase {
   void execute(const char* sql);
   void create_tables();
   void write_session(const SessionRow& session);
+  void run(size_t statement);
 
   FileSystem& file_system_;
   const std::string path_;
   const bool readonly_;
+  const std::string boot_;
   sqlite3* database_ = nullptr;
+  bool syncs_ = true;  // each transaction
+  bool has_unsynced_ = false;
+  bool drops_unsynced_ = false;
   int64_t data_version_ = 0;
   std::vector<std::unique_ptr<Statement>> statements_;
 };

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <mutex>
 #include <vector>
 
@@ -159,6 +160,11 @@ class PosixFileSystem : public FileSystem {
     const int error = ::fsync(descriptor) != 0 ? -errno : 0;
     ::close(descriptor);
     return error;
+  }
+  std::string boot() override {
+    std::string boot;
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+    return boot;
   }
   bool exists(const std::string& path) override { return ::access(path.c_str(), F_OK) == 0; }
   int list(const std::string& path, std::vector<std::string>* names) override {

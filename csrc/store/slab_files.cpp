@@ -65,7 +65,20 @@ int SlabFiles::write(uint32_t area, const void* data, size_t size) {
   return result;
 }
 
+int SlabFiles::doubt_all() {
+  for (uint32_t slab = 0; file_system_.exists(path(slab)); ++slab) {
+    int error = 0;
+    if (file(slab, &error) == nullptr) return -error;
+    const std::lock_guard lock(mutex_);
+    unsynced_.insert(slab);
+    names_unsynced_ = true;
+  }
+  return 0;
+}
+
 int SlabFiles::sync() {
+  const std::lock_guard sync_lock(sync_mutex_);
+  if (sync_error_ != 0) return sync_error_;
   std::vector<std::shared_ptr<File>> files;
   bool names;
   {
@@ -76,9 +89,10 @@ int SlabFiles::sync() {
     names_unsynced_ = false;
   }
   for (const auto& file : files) {
-    if (const int error = file->sync(); error != 0) return error;
+    if (sync_error_ = file->sync(); sync_error_ != 0) return sync_error_;
   }
-  return names ? file_system_.sync_directory(directory_) : 0;
+  if (names) sync_error_ = file_system_.sync_directory(directory_);
+  return sync_error_;
 }
 
 int SlabFiles::discard(uint32_t area) {

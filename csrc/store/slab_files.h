@@ -24,8 +24,11 @@ class SlabFiles {
   const uint8_t* cached(uint32_t area, uint64_t offset, size_t size);
   void leave_cached();
   int write(uint32_t area, const void* data, size_t size);
-  // All that was written before the call survives a loss of power.
+  // All that was written before the call survives a loss of power. After an error nobody knows: it
+  // is returned from then on.
   int sync();
+  // The next sync() takes all files for written: another process may not have synced them.
+  int doubt_all();
   // Gives the space of an area that nothing refers to back. 0 or -errno.
   int discard(uint32_t area);
   // Gives the space from this area on back to the operating system.
@@ -41,6 +44,8 @@ class SlabFiles {
   const uint64_t slot_bytes_;
   const uint32_t slots_per_slab_;
   const bool readonly_;
+  std::mutex sync_mutex_;  // held during a sync: one that begins meanwhile must not end before it
+  int sync_error_ = 0;
   std::mutex mutex_;
   std::vector<std::shared_ptr<File>> files_;
   std::set<uint32_t> unsynced_;

@@ -125,7 +125,7 @@ uint64_t SlotSpace::reserve() const { return capacity() / kReserveFraction; }
 
 void SlotSpace::keep_reserve() {
   if (disk_is_full_) return;
-  const uint64_t coming = free_areas_.total() + commits_.freed().size() + held_.size();
+  const uint64_t coming = free_areas_.total() + commits_.num_freed() + held_.size();
   if (coming < reserve()) evict(reserve() - coming, nullptr);
 }
 
@@ -141,7 +141,7 @@ std::vector<uint32_t> SlotSpace::allocate(Lock& lock, uint64_t wanted, uint64_t 
   // Twice: the first commit makes entries evictable that were not durable before.
   for (int attempt = 0; attempt < 2 && free_areas_.total() < wanted; ++attempt) {
     drop_expired();
-    const uint64_t coming = free_areas_.total() + commits_.freed().size();
+    const uint64_t coming = free_areas_.total() + commits_.num_freed();
     const uint64_t ahead = disk_is_full_ ? areas_for_reserve() : reserve();
     if (coming < wanted) evict(wanted - coming + ahead, nullptr, &evicted);
     if (!commits_.has_changes()) break;

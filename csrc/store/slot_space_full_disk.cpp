@@ -44,6 +44,7 @@ void SlotSpace::restore(Evicted evicted) {
   if (!commits_.found_no_space()) return;  // a commit that failed may be on the disk all the same
   std::reverse(evicted.begin(), evicted.end());
   for (const AreaRow& row : evicted) {
+    if (!commits_.frees(row.area)) continue;  // a batch before this one deleted it
     const std::span<const AreaRow> one(&row, 1);
     prefixes_.add_rows(one, [&](EntryId id) { drop_subtree(id); });
     const EntryId id = prefixes_.at(row.area);

@@ -195,7 +195,10 @@ void StoreEngine::open_files() {
                                        options_.readonly);
   commits_.start(*slabs_, *index_);
   space_.start(*slabs_);
-  if (!options_.readonly) reserve.fill();  // what there is no space for comes later
+  if (!options_.readonly) {
+    recover_unsynced();
+    reserve.fill();  // what there is no space for comes later
+  }
   load_index();
   if (options_.relaxed && !options_.readonly && options_.flush_interval_ms > 0) {
     flush_thread_ = std::thread([this] { run_flush_timer(); });
@@ -259,11 +262,34 @@ void StoreEngine::run_flush_timer() {
   Lock lock(mutex_);
   while (!stopping_) {
     timer_.wait_for(lock, std::chrono::milliseconds(options_.flush_interval_ms));
-    if (!stopping_ && commits_.has_changes()) commits_.commit(lock);
+    if (stopping_ || !commits_.has_changes()) continue;
+    ++active_;
+    lock.unlock();
+    slabs_->sync();  // most of it, while puts go on; an error comes again
+    lock.lock();
+    --active_;
+    idle_.notify_all();
+    commits_.commit(lock);
   }
 }
 
 // ---- the index
+
+// Changes that were not durable when the last writer was killed: the slots have what they say if the
+// system has not been started again since.
+void StoreEngine::recover_unsynced() {
+  const std::optional<std::string> boot = index_->unsynced_boot();
+  if (!boot.has_value()) return;
+  if (!boot->empty() && *boot == file_system_.boot() && slabs_->doubt_all() == 0 &&
+      slabs_->sync() == 0) {
+    std::string reason;
+    const auto commit = [&] { return index_->commit({}, Survives::kPowerLoss, &reason); };
+    CommitResult result = commit();
+    if (result == CommitResult::kDiskFull && space_.index_reserve().release()) result = commit();
+    if (result == CommitResult::kDone) return;
+  }
+  index_->drop_unsynced();
+}
 
 void StoreEngine::load_index() {
   std::vector<AreaRow> rows, free;
@@ -399,7 +425,7 @@ StoreStats StoreEngine::stats() {
   stats.used_areas = prefixes_.size();
   stats.idle_areas = space_.free_areas().idle();
   stats.unusable_areas = space_.free_areas().refused();
-  stats.freed_areas = space_.free_areas().freed() + commits_.freed().size() + space_.held();
+  stats.freed_areas = space_.free_areas().freed() + commits_.num_freed() + space_.held();
   stats.slot_bytes = slot_bytes_;
   stats.chunk_tokens = layout_.chunk_tokens;
   return stats;

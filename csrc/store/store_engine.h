@@ -222,6 +222,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void open_files();
   void check_usable() const;
   void require_writer() const;
+  // What is acknowledged survives this.
+  Survives survives() const { return options_.relaxed ? Survives::kKill : Survives::kPowerLoss; }
+  void recover_unsynced();
   void load_index();
   void refresh();
   void wait_for_commit(Lock& lock);

@@ -79,7 +79,7 @@ void StoreEngine::pin(const Hit& hit, bool pinned) {
     entry.pinned = pinned;
     commits_.add(prefixes_.row_of(entry));
   }
-  if (!options_.relaxed && commits_.has_changes()) commits_.commit(lock);
+  if (commits_.has_changes()) commits_.commit(lock, commits_.open_number(), survives());
 }
 
 }  // namespace lmdecode::store

@@ -278,7 +278,7 @@ bool StoreEngine::put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
   return false;
 }
 
-// Makes durable what is stored of the tokens, in strict mode, and says how much that is.
+// Commits what is stored of the tokens, and says how much that is.
 uint64_t StoreEngine::acknowledge(Lock& lock, PrefixKeys& keys, bool had_space) {
   const auto last_batch = [&](const PrefixChain& chain) {
     uint64_t batch = 0;
@@ -286,15 +286,12 @@ uint64_t StoreEngine::acknowledge(Lock& lock, PrefixKeys& keys, bool had_space) 
     return batch;
   };
   PrefixChain chain = prefixes_.longest(keys);
-  uint64_t stored = chain.num_tokens;
-  if (!options_.relaxed) {
-    commits_.commit(lock, last_batch(chain));
-    chain = prefixes_.longest(keys);
-    stored = 0;
-    for (const auto& [id, take] : chain.parts) {
-      if (!commits_.is_durable(prefixes_[id].batch)) break;
-      stored += take;
-    }
+  commits_.commit(lock, last_batch(chain), survives());
+  chain = prefixes_.longest(keys);
+  uint64_t stored = 0;
+  for (const auto& [id, take] : chain.parts) {
+    if (!commits_.survives(prefixes_[id].batch, survives())) break;
+    stored += take;
   }
   const bool is_all = stored == keys.tokens().size();
   if (!is_all) ++stats_.declined;

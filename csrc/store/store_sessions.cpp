@@ -41,9 +41,7 @@ uint64_t StoreEngine::commit_session(const Scope& scope, const std::string& name
   const uint64_t batch = commits_.open_number();
   const uint64_t stored = acknowledge(lock, keys, had_space);
   // Not the session's tokens: then nothing is acknowledged.
-  if (options_.relaxed || commits_.commit(lock, batch) || commits_.is_session_durable(batch)) {
-    return stored;
-  }
+  if (commits_.commit(lock, batch, survives()) || commits_.is_session_durable(batch)) return stored;
   space_.note_stored(false, false);
   return 0;
 }
@@ -79,7 +77,7 @@ bool StoreEngine::write_session(const Scope& scope, const std::string& name,
   const Activity activity(*this, lock);
   if (!commits_.failure().empty()) return false;
   record_session(lock, root(scope), tenant_id(scope.salt), name, tokens);
-  return options_.relaxed || commits_.commit(lock);
+  return commits_.commit(lock, commits_.open_number(), survives());
 }
 
 bool StoreEngine::remove_session(const Scope& scope, const std::string& name) {

@@ -19,7 +19,7 @@ struct StoreOptions {
   bool values_by_column = true;
   uint64_t capacity_bytes = 0;  // of all slots
   uint64_t slab_bytes = uint64_t{1} << 30;
-  bool relaxed = false;  // acknowledge before the flush
+  bool relaxed = false;  // what is acknowledged survives a kill; a loss of power after the flush
   bool readonly = false;
   int64_t flush_interval_ms = 1000;  // of relaxed; 0: only when asked to
   int64_t idle_ms = 60000;           // after which a freed area counts as one that stored nothing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import subprocess
 import warnings
 from pathlib import Path
@@ -260,6 +261,22 @@ def test_relaxed_is_durable_after_flush_and_close(open_store: Open) -> None:
         assert reader.lookup(TOKENS)
         store.put(TOKENS[::-1], cache(TOKENS[::-1]))
     assert open_store().lookup(TOKENS[::-1]).num_tokens == 30
+
+
+def test_relaxed_loses_nothing_to_a_kill(open_store: Open) -> None:
+    process = os.fork()
+    if process == 0:
+        store = open_store(durability="relaxed", flush_interval=3600.0)
+        is_stored = store.put(TOKENS, cache(TOKENS)) == 30
+        store.session("a").step(TOKENS[:20])
+        is_stored &= store.session("a").commit(cache(TOKENS[:20])) == 20
+        os.kill(os.getpid(), signal.SIGKILL if is_stored else signal.SIGTERM)
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+    assert not open_store(readonly=True).lookup(TOKENS)  # the next writer makes it durable
+    store = open_store(durability="relaxed", flush_interval=3600.0)
+    assert same(store.load(store.lookup(TOKENS)), cache(TOKENS))
+    assert open_store(readonly=True).lookup(TOKENS).num_tokens == 30
+    assert store.session("a").tokens == TOKENS[:20]
 
 
 def test_the_directory_of_a_forked_child_is_not_touched(open_store: Open) -> None:

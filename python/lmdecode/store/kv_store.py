@@ -86,9 +86,9 @@ class KVStore(Prefixes):
         Limit of the disk space of all fingerprints in ``path``. The least recently used prefixes of
         all of them are evicted, except those of stores that another process writes.
     durability
-        "strict": acknowledged entries survive a loss of power. "relaxed": entries are made durable
-        every ``flush_interval`` seconds. The newest ones may be lost, but a wrong byte is never
-        served.
+        "strict": acknowledged entries survive a loss of power. "relaxed": they survive that the
+        process is killed, and are made durable every ``flush_interval`` seconds. A loss of power
+        may lose the newest ones, but a wrong byte is never served.
     readonly
         Only read, and follow the writes of another process.
     salt

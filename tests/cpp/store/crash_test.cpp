@@ -320,6 +320,60 @@ TEST(relaxed_loses_only_what_was_not_flushed) {
   CHECK_EQ(findings.all(), 0u);
 }
 
+// The system goes on where the process is killed: all that was acknowledged is there, without a
+// flush. So it is where the next process is killed, too.
+TEST(relaxed_loses_nothing_when_the_process_is_killed) {
+  std::mt19937_64 random(from_environment("LMD_STORE_CRASH_SEED", 1));
+  uint64_t found = 0;
+  for (int round = 0; round < 60; ++round) {
+    std::vector<std::unique_ptr<SimulatedDisk>> disks;  // engines that are "killed" still close them
+    disks.push_back(std::make_unique<SimulatedDisk>());
+    std::set<Tokens> known;
+    for (int life = 0; life < 4; ++life) {
+      SimulatedDisk& disk = *disks.back();
+      const auto engine = StoreEngine::open(small::options(disk, 12, /*relaxed=*/true));
+      for (uint64_t left = random() % 12; left > 0; --left) {
+        Tokens tokens(1 + random() % 14);
+        for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 2);
+        known.insert(tokens);
+        if (random() % 3 == 0) {
+          small::commit(*engine, std::string(1, static_cast<char>('a' + random() % 2)), tokens);
+        } else if (random() % 6 == 0) {
+          engine->flush();
+        } else {
+          small::put(*engine, tokens);
+        }
+      }
+      auto killed = disk.restarted();
+      const auto reopened = StoreEngine::open(small::options(*killed, 12, random() % 2 == 0));
+      const auto keys = [](StoreEngine& engine) {
+        std::set<std::pair<Digest, uint32_t>> keys;
+        for (const AreaRow& row : engine.entries()) keys.insert({row.key, row.area});
+        return keys;
+      };
+      CHECK(keys(*reopened) == keys(*engine));
+      for (const char* name : {"a", "b"}) {
+        CHECK(reopened->read_session({}, name) == engine->read_session({}, name));
+      }
+      for (const Tokens& tokens : known) {
+        const Found one = small::check_prefix(*engine, tokens);
+        CHECK(small::check_prefix(*reopened, tokens) == one && one != Found::kWrong);
+        found += one == Found::kRight ? 1 : 0;
+      }
+      const StoreStats stats = reopened->stats();
+      CHECK_EQ(stats.used_areas + stats.idle_areas + stats.freed_areas, 12u);
+      // Two more of them: what this one recovered is not lost, and a power cut leaves no damage.
+      const auto again = killed->restarted();
+      CHECK(keys(*StoreEngine::open(small::options(*again, 12, true))) == keys(*engine));
+      const auto crashed = disk.crashed(random);
+      const auto after = StoreEngine::open(small::options(*crashed, 12, true));
+      CHECK(after->verify([](uint64_t, uint64_t) { return true; }).damage.empty());
+      disks.push_back(killed->restarted());
+    }
+  }
+  CHECK(found > 500);
+}
+
 // Power goes at every call of an erasure: once the tokens are not found, no slot holds them either.
 TEST(what_is_erased_is_overwritten_after_a_crash_too) {
   const Tokens tokens = {1234567, 2345678, 3456789}, longer = {1234567, 2345678, 3456789, 4567890};

@@ -1,6 +1,7 @@
 #include "simulated_disk.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -113,7 +114,9 @@ class LockedFile : public File {
 };
 
 SimulatedDisk::SimulatedDisk() : vfs_(std::make_unique<SimulatedVfs>(*this)) {
+  static std::atomic<int> boots{0};
   vfs_name_ = vfs_->name();
+  boot_ = std::to_string(++boots);
 }
 
 SimulatedDisk::~SimulatedDisk() = default;
@@ -404,6 +407,7 @@ std::unique_ptr<SimulatedDisk> SimulatedDisk::restarted() const {
     copy->num_blocks = file->num_blocks;
     disk->names_[path] = disk->durable_names_[path] = copy;
   }
+  disk->boot_ = boot_;
   return disk;
 }
 

@@ -65,6 +65,7 @@ class SimulatedDisk : public FileSystem {
   int list(const std::string& path, std::vector<std::string>* names) override;
   std::unique_ptr<File> lock(const std::string& path, int* error) override;
   const char* sqlite_vfs() override { return vfs_name_.c_str(); }
+  std::string boot() override { return boot_; }
 
   // One of the states that a loss of power may leave, as a disk that has seen no call yet.
   std::unique_ptr<SimulatedDisk> crashed(std::mt19937_64& random) const;
@@ -133,6 +134,7 @@ class SimulatedDisk : public FileSystem {
   std::string ignored_syncs_;
   int sync_milliseconds_ = 0;
   std::string vfs_name_;
+  std::string boot_;
   std::unique_ptr<struct SimulatedVfs> vfs_;
 };
 
