@@ -69,9 +69,19 @@ inline void add_chain(const char* input, int64_t row_bytes, const char* weights,
   }
 }
 
-// One chain for rows [0, rows) in tiles of about the same height. Several tiles share the fetching
-// of the weights that follow, into the second cache. One tile reads in the order of the memory, as
-// fast as memory is: fetching ahead would slow it down.
+// How many lines of the step that follows a tile fetches. Several tiles share the lines: the first
+// ones fetch one each, or the first two of too few tiles two. One tile reads in the order of the
+// memory, as fast as memory is: fetching ahead would slow it down.
+template <class Dot>
+int fetched_lines(int64_t tile, int64_t tiles) {
+  constexpr int kLines = kStepLines<Dot>;
+  if (tiles == 1) return 0;
+  if (tiles >= kLines) return tile < kLines ? 1 : 0;
+  return kLines > 2 && tile < 2 ? 2 : 0;
+}
+
+// One chain for rows [0, rows) in tiles of about the same height, which fetch the weights that
+// follow into the second cache.
 template <class Dot>
 void add_chain_to_rows(const LinearInput& input, int64_t input_at, const char* weights,
                        int64_t depth, bool is_first, typename Dot::Scalar* sums) {
@@ -103,22 +113,15 @@ void add_chain_to_rows(const LinearInput& input, int64_t input_at, const char* w
           return run_rows.template operator()<6>();
       }
     };
-    constexpr int kLines = kStepLines<Dot>;
     const char* const next = weights + depth * kStepBytes;
-    bool has_fetched = false;
-    if constexpr (kLines > 2) {
-      if (tiles > 1 && tiles < kLines && t < 2) {  // of 2 or 3: the first two fetch two lines each
-        run.template operator()<2>(next + t * 2 * kLineBytes);
-        has_fetched = true;
-      }
+    const int lines = fetched_lines<Dot>(t, tiles);
+    if constexpr (kStepLines<Dot> > 2) {
+      if (lines == 2) run.template operator()<2>(next + t * 2 * kLineBytes);
     }
-    if constexpr (kLines > 0) {
-      if (!has_fetched && tiles > 1 && tiles >= kLines && t < kLines) {
-        run.template operator()<1>(next + t * kLineBytes);
-        has_fetched = true;
-      }
+    if constexpr (kStepLines<Dot> > 0) {
+      if (lines == 1) run.template operator()<1>(next + t * kLineBytes);
     }
-    if (!has_fetched) run.template operator()<0>(next);
+    if (lines == 0) run.template operator()<0>(next);
     row += height;
   }
 }
