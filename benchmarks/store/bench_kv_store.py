@@ -204,7 +204,7 @@ def _index_of(entries: int) -> Path:
         model_id="many", weights_hash="none", dtype="float32", num_layers=1, num_kv_heads=1,
         head_size=4,
     )  # fmt: skip
-    folder = _folder() / f"many-{entries}"
+    folder = Path(tempfile.mkdtemp(prefix="many-", dir=_folder()))
     KVStore(folder, fingerprint=small, chunk_tokens=CHUNK, capacity_bytes=1 << 40).close()
     index = sqlite3.connect(folder / small.name / "index.sqlite")
     keys = [os.urandom(32) for _ in range(entries)]
