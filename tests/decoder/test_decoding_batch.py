@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import lmdecode
 from lmdecode import BeamRequest, BeamResult, BeamSearch
+from lmdecode.decoder import searches
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.reference.decoder import decoder_logits
 from tests.decoder.random_decoder import KINDS, random_decoder
@@ -189,6 +191,7 @@ def test_nan_ends_one_request() -> None:
     batch.add(BeamRequest(**REQUESTS[1], request_id="bad"), bad)
     results = {result.request_id: result for result in batch.run()}
     assert results["bad"].status == 1 and results["good"].status == 0
+    assert results["bad"].num_steps == 1
     assert len(results["good"].sequences) == 1
 
 
@@ -287,6 +290,43 @@ def test_cancel() -> None:
     assert results.keys() == {0, 3, 4} and not batch.running
     for request_id, number in ((0, 0), (3, 1), (4, 4)):
         same(results[request_id], alone[number])
+
+
+@pytest.mark.parametrize("first_part", [1, 2])
+def test_a_signal_is_handled_between_steps(
+    monkeypatch: pytest.MonkeyPatch, first_part: int
+) -> None:
+    """Searches of a model with large weights are interrupted, and go on where they were."""
+    decoding = lmdecode.Decoding(*random_decoder("post_norm"))
+    pairs = list(zip(REQUESTS, memories(), strict=True))[:3]
+
+    def new_batch() -> Any:
+        batch = decoding.batch(**SIZES)
+        for number, (arguments, memory) in enumerate(pairs):
+            batch.add(BeamRequest(**arguments, request_id=number), memory)
+        return batch
+
+    expected = sorted(new_batch().run(), key=lambda result: result.request_id)
+    of_model = [decoding.decoder.of_model[0].nbytes, decoding.decoder.of_model[1].nbytes]
+    monkeypatch.setattr(searches, "_BYTES_OF_FIRST_PART", first_part * sum(of_model))
+    batch, calls, run = new_batch(), [], searches.DecodingSearches._run
+
+    def interrupted(self: Any, options: list[int], logits: Any) -> int:
+        steps = run(self, options, logits)
+        calls.append(options[0])
+        if len(calls) in (1, 3):
+            signal.raise_signal(signal.SIGINT)  # as if it had come meanwhile
+        return steps
+
+    monkeypatch.setattr(searches.DecodingSearches, "_run", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            batch.run()
+    results = sorted(batch.run(), key=lambda result: result.request_id)
+    assert calls[0] == first_part and len(calls) > 3
+    for result, other in zip(results, expected, strict=True):
+        assert result.request_id == other.request_id and result.num_steps == other.num_steps
+        same(result, other)
 
 
 def test_cancel_what_does_not_run() -> None:

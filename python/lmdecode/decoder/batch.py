@@ -214,10 +214,9 @@ class DecodingBatch:
             The requests that have ended; their results are in ``pop_finished``.
         """
         max_steps = _size("max_steps", max_steps)
-        steps = self._searches.run(max_steps, stop_when_done=True)
+        self._searches.run(max_steps, stop_when_done=True)
         state, ended = self._searches.state, []
         for slot, search in list(self._running.items()):
-            search.steps += steps
             if int(state.done[slot]) or int(state.status[slot]):
                 ended.append(search.request_id)
                 self._finish(slot)
@@ -242,7 +241,7 @@ class DecodingBatch:
                 final,
                 state.status[places],
                 state.hypothesis_scores.shape[1],
-                search.steps,
+                int(state.lengths[slot]) - len(search.request.prompt_ids),
             )
         )
         self._leave(slot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,11 @@ from lmdecode.decoder.state import DecodingCaches, caches_bytes, new_caches
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["DecodingSearches", "check_length", "length_limits", "new_searches"]
+
+# C++ runs a part of the steps, then Python handles signals, such as Ctrl-C. A part should last so
+# long; the first one has the steps in which so many bytes of weights are read.
+_SECONDS_OF_A_PART = 0.1
+_BYTES_OF_FIRST_PART = 1 << 28
 
 
 def length_limits(decoder: PackedDecoder | DeviceDecoder) -> list[tuple[int, str]]:
@@ -96,6 +102,8 @@ class DecodingSearches:
             caches = new_caches(decoder.config, *sizes, self._memory)
         self.caches = caches
         self._workspace = self._memory[caches_size : caches_size + workspace_size]
+        weights = sum(tensor.nbytes for tensor in decoder.of_model[:2])
+        self._first_part = max(1, _BYTES_OF_FIRST_PART // max(1, weights))
 
     def read_memory(self, memory: Tensor, lengths: Tensor, requests: Tensor) -> None:
         """Compute the keys and values of memories.
@@ -124,6 +132,8 @@ class DecodingSearches:
     ) -> int:
         """Do steps until all searches have ended, or one has; return how many.
 
+        A signal, such as Ctrl-C, is handled between two steps: they may go on afterwards.
+
         Parameters
         ----------
         logits : Tensor, optional
@@ -131,7 +141,25 @@ class DecodingSearches:
             [2, rows, V] the second half gets the scores: the logits after the rules, with beams
             the log-probabilities after them.
         """
-        return self._run([max_steps, int(stop_when_done), 1], logits)
+        part, done = self._first_part, 0
+        counts_ended = stop_when_done and max_steps > part
+        num_running = self._num_running() if counts_ended else 0
+        while True:
+            asked, begun = min(part, max_steps - done), time.perf_counter()
+            steps = self._run([asked, int(stop_when_done), 1], logits)
+            done += steps
+            if steps < asked or done == max_steps:
+                return done
+            if counts_ended and self._num_running() < num_running:
+                return done
+            of_time = part * _SECONDS_OF_A_PART / (time.perf_counter() - begun)
+            part = max(1, min(2 * part, int(of_time)))
+
+    def _num_running(self) -> int:
+        state, most = self.state, self.parameters.max_lengths
+        capacity = state.sequences.shape[2]
+        is_short = state.lengths < torch.where(most > 0, most, capacity).clamp(max=capacity)
+        return int(((state.done == 0) & (state.status == 0) & is_short).sum())
 
     def read_tokens(self, logits: Tensor | None = None) -> Tensor:
         """Read the last token of every beam of the searches that go on, and choose none.
