@@ -168,7 +168,7 @@ def test_a_grammar_that_fails_within_a_draft(breaks: str) -> None:
         other = engine.submit(prompt, **LONG)
         request = engine.submit(prompt, grammar=OddTokens(**{breaks: 7}), **LONG)
         finish(engine)
-        assert request.finish_reason == "error" and len(request._tokens) == 7
+        assert request.finish_reason == "error" and len(request._state.tokens) == 7
         assert other.result().tokens == alone(decoding, prompt, **LONG).tokens
 
 
@@ -190,7 +190,7 @@ def test_nan_within_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     request = engine.submit(prompt, **LONG)
     finish(engine)
     assert seen[:3] == [1, 6, 6] and request.finish_reason == "error"
-    assert request._tokens == expected[: 1 + 6 + 3]
+    assert request._state.tokens == expected[: 1 + 6 + 3]
     with pytest.raises(RuntimeError, match="NaN in its logits"):
         request.result()
     assert is_empty(drafts_of(engine)) and is_whole(engine)

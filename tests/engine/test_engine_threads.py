@@ -92,6 +92,60 @@ def test_cancelled_and_timed_out(decoding: lmdecode.Decoding) -> None:
     assert is_whole(engine)
 
 
+LONG = {"max_new_tokens": 240, "eos_token_id": ()}
+
+
+def test_a_request_that_is_dropped_is_cancelled(decoding: lmdecode.Decoding) -> None:
+    engine = decoding.engine(max_requests=1, capacity=250)
+    running, waiting = (engine.submit([token], **LONG) for token in (5, 6))
+    last = engine.submit([7], max_new_tokens=3, eos_token_id=())
+    reader = iter(running)
+    next(reader)
+    del running, waiting
+    engine.step()
+    assert engine.stats[:2] == (1, 2)  # the reader has the one; the other one has no place
+    del reader
+    assert last.result().finish_reason == "length"
+    assert engine.stats.new_tokens < 10 and is_whole(engine)
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_a_task_that_is_cancelled_cancels_its_request(
+    decoding: lmdecode.Decoding, has_thread: bool
+) -> None:
+    engine = decoding.engine(max_requests=4, capacity=250)
+
+    async def read(request: Any) -> list[Any]:
+        return [token async for token in request]
+
+    async def cancel() -> tuple[Any, ...]:
+        requests = [engine.submit([token], **LONG) for token in (5, 6, 7, 8)]
+        streamed, awaited, shared, shielded = requests
+        other = asyncio.create_task(shared.wait())
+        tasks = [asyncio.create_task(read(request)) for request in (streamed, shared)]
+        tasks.append(asyncio.create_task(awaited.wait()))
+        await anext(aiter(streamed))
+        for task in tasks:
+            task.cancel()
+        kept = asyncio.create_task(shielded.wait())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(kept), 0)
+        for task in tasks:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        return tuple(r.finish_reason for r in [await other, await kept, *map(end, requests)])
+
+    def end(request: Any) -> Any:
+        return request.result(timeout=60)
+
+    if has_thread:
+        engine.start()
+    kept, ended = ("length",) * 2, ("cancelled", "cancelled", "length", "length")
+    assert asyncio.run(cancel()) == kept + ended
+    engine.stop()
+    assert is_whole(engine)
+
+
 def test_the_interpreter_may_end_while_it_computes() -> None:
     code = (
         "import lmdecode\nfrom tests.support.causal_models import random_model\n"

@@ -122,7 +122,7 @@ class CausalSteps:
         assert self._drafts is not None
         ahead = [sequence for sequence in self._ahead if sequence.places]
         if ahead:
-            lengths = [len(s.prompt_ids) + len(s.request._tokens) - 1 for s in ahead]
+            lengths = [len(s.prompt_ids) + len(s.request.tokens) - 1 for s in ahead]
             self.caches.truncate([s.places[0] for s in ahead], lengths)
         self._ahead = []
         if not running:
@@ -132,7 +132,7 @@ class CausalSteps:
         each = min(room, self._most_rows - len(running)) // len(running)
         asks = []
         for sequence in running:
-            place, tokens = sequence.places[0], sequence.request._tokens
+            place, tokens = sequence.places[0], sequence.request.tokens
             if sequence not in self._told:
                 self._told[sequence] = 0
                 self._drafts.begin(place, sequence.prompt_ids, sequence.rules, sequence.end_tokens)

@@ -19,7 +19,7 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.decoder.engine.encoder_inputs import Encoder
 from lmdecode.decoder.engine.kinds import causal_parts, encoder_decoder_parts
-from lmdecode.decoder.engine.request import Request
+from lmdecode.decoder.engine.request import Request, RequestState
 from lmdecode.decoder.engine.rows import DrawnRows, Ended, SearchedRows
 from lmdecode.decoder.engine.sequences import (
     DrawnSequence,
@@ -265,13 +265,11 @@ class Engine:
         with self._wake:
             self._arrived.append(sequence)
             self._wake.notify_all()
-        return sequence.request
+        return Request(sequence.request)
 
     def drop_cancelled(self) -> None:
-        """Have the next step drop cancelled requests, and wake the thread for it."""
-        with self._wake:
-            self._has_cancelled = True
-            self._wake.notify_all()
+        """Have the next step drop cancelled requests: there is one while they are unfinished."""
+        self._has_cancelled = True
 
     # ---- running
 
@@ -305,7 +303,7 @@ class Engine:
         with self._lock:  # waiting readers run the steps themselves
             self._model.flush()
             for sequence in (*self._everyone, *self._arrived):
-                sequence.request._tell()
+                sequence.request.tell()
 
     def __enter__(self) -> Engine:
         self.start()
@@ -377,7 +375,7 @@ class Engine:
         self.check_outside("step")
         with self._lock, torch.no_grad():
             self._stepper = threading.get_ident()
-            told: list[Request] = []
+            told: list[RequestState] = []
             try:
                 if self._has_cancelled:
                     self._has_cancelled = False
@@ -391,7 +389,7 @@ class Engine:
             finally:
                 self._stepper = None
                 for request in told:
-                    request._tell()
+                    request.tell()
             return self.has_work
 
     @property
@@ -401,8 +399,8 @@ class Engine:
         everyone = (*self._model.reading, *self._beginning, *self._drawn.running, *searched)
         return list(dict.fromkeys(everyone))
 
-    def _drop_cancelled(self, told: list[Request]) -> None:
-        for sequence in [s for s in self._everyone if s.request._is_cancelled]:
+    def _drop_cancelled(self, told: list[RequestState]) -> None:
+        for sequence in [s for s in self._everyone if s.request.is_cancelled]:
             if sequence in self._model.reading:
                 self._model.reading.remove(sequence)
             elif isinstance(sequence, DrawnSequence):
@@ -410,9 +408,9 @@ class Engine:
             elif isinstance(sequence, SearchedSequence):
                 self._searched.end(sequence)
             self._leave(Ended(sequence, "cancelled"), told)
-        for sequence in [s for s in tuple(self._arrived) if s.request._is_cancelled]:
+        for sequence in [s for s in tuple(self._arrived) if s.request.is_cancelled]:
             self._arrived.remove(sequence)
-            sequence.request._end("cancelled")
+            sequence.request.end("cancelled")
             told.append(sequence.request)
 
     def _admit(self) -> None:
@@ -424,9 +422,9 @@ class Engine:
             finally:  # requests with places fail with the step
                 if sequence.places:
                     self._arrived.popleft()
-                    sequence.request._placed()
+                    sequence.request.placed()
 
-    def _compute(self, told: list[Request]) -> None:
+    def _compute(self, told: list[RequestState]) -> None:
         """Run the model, and choose the next tokens."""
         drawn, searched = self._drawn, self._searched
         for end in self._model.encode():
@@ -463,18 +461,18 @@ class Engine:
             assert isinstance(sequence, SearchedSequence)
             self._searched.begin(sequence)
 
-    def _leave(self, end: Ended, told: list[Request]) -> None:
+    def _leave(self, end: Ended, told: list[RequestState]) -> None:
         """Free the slots of a sequence that has no rows left, and end its request.
 
         Its prompt is cached only if tokens were chosen after it: a NaN would spoil the cache.
         """
         sequence = end.sequence
-        is_sound = bool(sequence.request._tokens) and end.reason != "error"
+        is_sound = bool(sequence.request.tokens) and end.reason != "error"
         self._model.leave(sequence, is_sound=is_sound)
-        sequence.request._end(end.reason, end.error)
+        sequence.request.end(end.reason, end.error)
         told.append(sequence.request)
 
-    def _fail_all(self, error: BaseException, told: list[Request]) -> None:
+    def _fail_all(self, error: BaseException, told: list[RequestState]) -> None:
         """End every request that has a slot, and reset the engine for the waiting ones."""
         everyone, self._beginning = self._everyone, []
         self._model.clear()
@@ -482,7 +480,7 @@ class Engine:
             self._model.leave(sequence, is_sound=False)
             failure = RuntimeError(f"Engine: a step failed ({error})")
             failure.__cause__ = error
-            sequence.request._end("error", failure)
+            sequence.request.end("error", failure)
             told.append(sequence.request)
         self._drawn.clear()
         self._searched = SearchedRows(self._model.caches, self._vocab)

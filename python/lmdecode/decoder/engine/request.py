@@ -1,4 +1,4 @@
-"""``Request``: the user's handle of a text that an ``Engine`` generates."""
+"""``Request``: the user's handle of a text that an ``Engine`` generates, and what both share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from typing import Literal, NamedTuple, Protocol
 
 from lmdecode.beam.engine.request import BeamResult
 
-__all__ = ["Driver", "FinishReason", "Request", "RequestResult", "RequestStats", "TokenLogprob"]
+__all__ = [
+    "Driver",
+    "FinishReason",
+    "Request",
+    "RequestResult",
+    "RequestState",
+    "RequestStats",
+    "TokenLogprob",
+]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -98,10 +106,152 @@ class Driver(Protocol):
         """Run a step."""
 
     def drop_cancelled(self) -> None:
-        """Make the next step look for cancelled requests."""
+        """Make the next step look for cancelled requests. Takes no lock."""
 
     def check_outside(self, method: str) -> None:
         """Raise RuntimeError within a step."""
+
+
+class RequestState:
+    """What an engine and the handles of a request share.
+
+    Attributes
+    ----------
+    prompt_ids : tuple of int
+        The submitted prompt.
+    tokens : list of int
+        The tokens that have been chosen.
+    logprobs : list of TokenLogprob or None
+        The same tokens, if log-probabilities were requested.
+    beams : BeamResult or None
+        The result of a search.
+    reason, error
+        Why the request has ended; None: it has not. What is raised behind the last token.
+    status : int
+        Of a step that could not choose a token, as in ``SamplerOutput``.
+    is_cancelled : bool
+        Whether the next step ends the request.
+    cached_tokens : int
+        See ``RequestStats``.
+    """
+
+    def __init__(self, prompt_ids: tuple[int, ...], driver: Driver) -> None:
+        self.prompt_ids = prompt_ids
+        self._driver = driver
+        self._changed = threading.Condition()
+        self._watchers: set[_Watcher] = set()
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.beams: BeamResult | None = None
+        self.reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.status = 0
+        self.is_cancelled = False
+        self._is_heard = False  # whether a reader has ever waited for a thread's steps
+        self.cached_tokens = 0
+        self._begun = time.perf_counter()
+        self._times: dict[str, float] = {}
+
+    # ---- the reader's side
+
+    def cancel(self) -> None:
+        """Have the next step end the request. Takes no lock: a finalizer may call it."""
+        self.is_cancelled = True
+        self._driver.drop_cancelled()
+
+    @property
+    def stats(self) -> RequestStats:
+        """Counts and times so far."""
+        return RequestStats(
+            len(self.prompt_ids),
+            self.cached_tokens,
+            len(self.tokens),
+            *(self._times.get(name) for name in ("queued", "first_token", "total")),
+        )
+
+    def item(self, i: int) -> int | TokenLogprob:
+        """Return a token, as its reader gets it."""
+        return self.tokens[i] if self.logprobs is None else self.logprobs[i]
+
+    def wait(self, seen: int, end: float | None, *, until_end: bool = False) -> bool:
+        """Wait for more tokens than were seen, or for the end; return whether the end has come."""
+        if self.reason is not None:
+            return True
+        self._driver.check_outside("Request.result")
+        left = None if end is None else end - time.perf_counter()
+        if left is not None and left <= 0:
+            raise TimeoutError(f"Request.result: {len(self.tokens)} tokens, and it goes on")
+        if not self._driver.is_started:
+            self._driver.step()
+            return False
+
+        def is_due() -> bool:
+            has_more = not until_end and len(self.tokens) > seen
+            return has_more or self.reason is not None or not self._driver.is_started
+
+        with self._changed:
+            self._is_heard = True
+            self._changed.wait_for(is_due, timeout=left)
+        return self.reason is not None
+
+    @contextlib.asynccontextmanager
+    async def watched(self, *, until_end: bool) -> AsyncIterator[asyncio.Event]:
+        """Return an event that is set by new tokens and the end, or by the end alone.
+
+        If the task is cancelled meanwhile and no other one waits, the request is cancelled.
+        """
+        changed = asyncio.Event()
+        watcher = _Watcher(asyncio.get_running_loop(), changed, until_end)
+        with self._changed:
+            self._watchers.add(watcher)
+            self._is_heard = True
+        try:
+            yield changed
+        except asyncio.CancelledError:
+            if self._watchers == {watcher}:
+                self.cancel()
+            raise
+        finally:
+            with self._changed:
+                self._watchers.discard(watcher)
+
+    async def next_step(self, changed: asyncio.Event) -> None:
+        """Wait for the event; without the engine's thread run a step."""
+        if self._driver.is_started:
+            await changed.wait()
+        else:
+            await asyncio.to_thread(self._driver.step)
+
+    # ---- the engine's side
+
+    def placed(self) -> None:
+        """Record the time of the slot."""
+        self._times["queued"] = time.perf_counter() - self._begun
+
+    def put_first(self) -> None:
+        """Record the time of the first token."""
+        self._times["first_token"] = time.perf_counter() - self._begun
+
+    def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """Record the end."""
+        self._times["total"] = time.perf_counter() - self._begun
+        self.error, self.reason = error, reason
+
+    def tell(self) -> None:
+        """Notify all readers that wait for tokens or for the end."""
+        if not self._is_heard:
+            return
+        with self._changed:
+            self._changed.notify_all()
+            watchers = tuple(self._watchers)
+        has_work = self.reason is None and self._driver.is_started
+        for watcher in watchers:
+            if watcher.until_end and has_work:
+                continue
+            try:
+                watcher.loop.call_soon_threadsafe(watcher.changed.set)
+            except RuntimeError:  # the loop is closed: no reader waits
+                self._watchers.discard(watcher)
 
 
 class Request:
@@ -112,55 +262,41 @@ class Request:
     engine runs, the iterator runs the engine's steps itself. A search's tokens come when it ends.
     If a request fails, its error is raised after its last token.
 
-    Attributes
-    ----------
-    prompt_ids : tuple of int
-        The submitted prompt.
+    A request that nobody can read any more is cancelled: when its last reference is dropped, or
+    when the last asyncio task that waits for it is cancelled, as by ``asyncio.wait_for``
+    (``asyncio.shield`` keeps it).
     """
 
-    def __init__(self, prompt_ids: tuple[int, ...], driver: Driver) -> None:
-        self.prompt_ids = prompt_ids
-        self._driver = driver
-        self._changed = threading.Condition()
-        self._watchers: set[_Watcher] = set()
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] | None = None
-        self._beams: BeamResult | None = None
-        self._reason: FinishReason | None = None
-        self._error: BaseException | None = None
-        self._status = 0  # status of a step that could not choose a token, as in ``SamplerOutput``
-        self._is_cancelled = False
-        self._is_heard = False  # whether a reader has ever waited for a thread's steps
-        self._cached_tokens = 0
-        self._begun = time.perf_counter()
-        self._times: dict[str, float] = {}
+    def __init__(self, state: RequestState) -> None:
+        self._state = state
 
-    # ---- the user's side
+    def __del__(self) -> None:
+        if not self.finished:
+            self._state.cancel()
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The submitted prompt."""
+        return self._state.prompt_ids
 
     @property
     def finished(self) -> bool:
         """Whether the request has ended, for any reason."""
-        return self._reason is not None
+        return self._state.reason is not None
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the request ended: see ``RequestResult``, or "error". None: it has not ended."""
-        return self._reason
+        return self._state.reason
 
     @property
     def stats(self) -> RequestStats:
         """Counts and times so far."""
-        return RequestStats(
-            len(self.prompt_ids),
-            self._cached_tokens,
-            len(self._tokens),
-            *(self._times.get(name) for name in ("queued", "first_token", "total")),
-        )
+        return self._state.stats
 
     def cancel(self) -> None:
         """End the request before the next step; its tokens are kept. Any thread may call this."""
-        self._is_cancelled = True
-        self._driver.drop_cancelled()
+        self._state.cancel()
 
     def result(self, timeout: float | None = None) -> RequestResult:
         """Wait for the end.
@@ -178,26 +314,27 @@ class Request:
             No token could be chosen, for example due to NaN in the logits, or the engine failed.
         """
         end = None if timeout is None else time.perf_counter() + timeout
-        while not self._wait(len(self._tokens), end, until_end=True):
+        state = self._state
+        while not state.wait(len(state.tokens), end, until_end=True):
             pass
-        if self._error is not None:
-            raise self._error
-        assert self._reason is not None
-        logprobs = None if self._logprobs is None else list(self._logprobs)
-        return RequestResult(list(self._tokens), self._reason, logprobs, self._beams)
+        if state.error is not None:
+            raise state.error
+        assert state.reason is not None
+        logprobs = None if state.logprobs is None else list(state.logprobs)
+        return RequestResult(list(state.tokens), state.reason, logprobs, state.beams)
 
     def __iter__(self) -> Iterator[int | TokenLogprob]:
         done = 0
         while True:
-            has_ended = self._reason is not None  # before its tokens are counted
-            while done < len(self._tokens):
-                yield self._item(done)
+            has_ended = self._state.reason is not None  # before its tokens are counted
+            while done < len(self._state.tokens):
+                yield self._state.item(done)
                 done += 1
             if has_ended:
                 break
-            self._wait(done, None)
-        if self._error is not None:
-            raise self._error
+            self._state.wait(done, None)
+        if self._state.error is not None:
+            raise self._state.error
 
     async def __aiter__(self) -> AsyncIterator[int | TokenLogprob]:
         async for part in self.parts():
@@ -210,99 +347,26 @@ class Request:
         A reader that is slower than the engine gets several at once.
         """
         done = 0
-        async with self._watched(until_end=False) as changed:
+        async with self._state.watched(until_end=False) as changed:
             while True:
                 changed.clear()
-                has_ended = self._reason is not None  # before its tokens are counted
-                count = len(self._tokens)
+                has_ended = self._state.reason is not None  # before its tokens are counted
+                count = len(self._state.tokens)
                 if count > done:
-                    yield [self._item(i) for i in range(done, count)]
+                    yield [self._state.item(i) for i in range(done, count)]
                     done = count
                     continue
                 if has_ended:
                     break
-                await self._next_step(changed)
-        if self._error is not None:
-            raise self._error
+                await self._state.next_step(changed)
+        if self._state.error is not None:
+            raise self._state.error
 
     async def wait(self) -> RequestResult:
         """Wait for the end, as ``result`` does, in an event loop."""
-        async with self._watched(until_end=True) as changed:
-            while self._reason is None:
+        async with self._state.watched(until_end=True) as changed:
+            while self._state.reason is None:
                 changed.clear()
-                if self._reason is None:
-                    await self._next_step(changed)
+                if self._state.reason is None:
+                    await self._state.next_step(changed)
         return self.result()
-
-    @contextlib.asynccontextmanager
-    async def _watched(self, *, until_end: bool) -> AsyncIterator[asyncio.Event]:
-        """Return an event that is set by new tokens and the end, or by the end alone."""
-        changed = asyncio.Event()
-        watcher = _Watcher(asyncio.get_running_loop(), changed, until_end)
-        with self._changed:
-            self._watchers.add(watcher)
-            self._is_heard = True
-        try:
-            yield changed
-        finally:
-            with self._changed:
-                self._watchers.discard(watcher)
-
-    async def _next_step(self, changed: asyncio.Event) -> None:
-        if self._driver.is_started:
-            await changed.wait()
-        else:
-            await asyncio.to_thread(self._driver.step)
-
-    def _item(self, i: int) -> int | TokenLogprob:
-        return self._tokens[i] if self._logprobs is None else self._logprobs[i]
-
-    def _wait(self, seen: int, end: float | None, *, until_end: bool = False) -> bool:
-        """Wait for more tokens than were seen, or for the end; return whether the end has come."""
-        if self._reason is not None:
-            return True
-        self._driver.check_outside("Request.result")
-        left = None if end is None else end - time.perf_counter()
-        if left is not None and left <= 0:
-            raise TimeoutError(f"Request.result: {len(self._tokens)} tokens, and it goes on")
-        if not self._driver.is_started:
-            self._driver.step()
-            return False
-
-        def is_due() -> bool:
-            has_more = not until_end and len(self._tokens) > seen
-            return has_more or self._reason is not None or not self._driver.is_started
-
-        with self._changed:
-            self._is_heard = True
-            self._changed.wait_for(is_due, timeout=left)
-        return self._reason is not None
-
-    # ---- the engine's side
-
-    def _placed(self) -> None:
-        self._times["queued"] = time.perf_counter() - self._begun
-
-    def _put_first(self) -> None:
-        """Record the time of the first token."""
-        self._times["first_token"] = time.perf_counter() - self._begun
-
-    def _end(self, reason: FinishReason, error: BaseException | None = None) -> None:
-        self._times["total"] = time.perf_counter() - self._begun
-        self._error, self._reason = error, reason
-
-    def _tell(self) -> None:
-        """Notify all readers that wait for tokens or for the end."""
-        if not self._is_heard:
-            return
-        with self._changed:
-            self._changed.notify_all()
-            watchers = tuple(self._watchers)
-        has_work = self._reason is None and self._driver.is_started
-        for watcher in watchers:
-            if watcher.until_end and has_work:
-                continue
-            try:
-                watcher.loop.call_soon_threadsafe(watcher.changed.set)
-            except RuntimeError:  # the loop is closed: no reader waits
-                self._watchers.discard(watcher)

@@ -135,7 +135,7 @@ class DrawnRows:
     def _step_drafted(self, logits: Tensor, drafts: Sequence[list[int]]) -> list[Ended]:
         """Run a step with drafts: rows that follow each other in one op, if they are alike."""
         self.tokens = None
-        lengths = [len(sequence.request._tokens) for sequence in self.running]
+        lengths = [len(sequence.request.tokens) for sequence in self.running]
         ended: list[Ended] = []
         begin = 0
 
@@ -155,7 +155,7 @@ class DrawnRows:
             else:
                 ended += self._verify(first, part, drafts[first : first + count])
         for sequence, length in zip(self.running, lengths, strict=True):
-            count = len(sequence.request._tokens) - length
+            count = len(sequence.request.tokens) - length
             self.num_chosen += count
             self.num_accepted += max(0, count - 1)
         self.num_drafted += sum(map(len, drafts))
@@ -213,8 +213,8 @@ class DrawnRows:
                 if logprobs is not None and sequence.num_logprobs >= 0 and not status[row]:
                     of_token = logprobs[row]
                     top = of_token.top[: sequence.num_logprobs]
-                    assert sequence.request._logprobs is not None
-                    sequence.request._logprobs.append(of_token._replace(top=top))
+                    assert sequence.request.logprobs is not None
+                    sequence.request.logprobs.append(of_token._replace(top=top))
                 end = self._take(sequence, token, status[row])
             if end is None and sequence.grammar is not None:
                 error = _error_of(partial(sequence.grammar.accept_token, token))
@@ -243,13 +243,13 @@ class DrawnRows:
     def _take(sequence: DrawnSequence, token: int, status: int) -> Ended | None:
         """Pass a token to its request; return the end of the sequence, or None."""
         if status:
-            sequence.request._status = status
+            sequence.request.status = status
             return Ended(sequence, "error", _no_token(status))
         sequence.last = token
-        tokens = sequence.request._tokens
+        tokens = sequence.request.tokens
         tokens.append(token)
         if len(tokens) == 1:
-            sequence.request._put_first()
+            sequence.request.put_first()
         if token in sequence.end_tokens:
             return Ended(sequence, "stop")
         return Ended(sequence, "length") if len(tokens) >= sequence.max_new_tokens else None
@@ -347,15 +347,15 @@ class SearchedRows:
     def _ended(sequence: SearchedSequence, result: Any) -> Ended:
         request, has_found = sequence.request, len(result.lengths) > 0
         if result.status & ~2 or (result.status and not has_found):
-            request._status = result.status
+            request.status = result.status
             return Ended(sequence, "error", _no_token(result.status))
         # A trie may leave no continuation and no finished sequence.
-        request._beams, tokens = result, result.new_tokens() if has_found else []
+        request.beams, tokens = result, result.new_tokens() if has_found else []
         if has_found and sequence.search.dialect == "scorer":  # lengths without the end token
             end = result.sequences[0, int(result.lengths[0]) :][:1].tolist()
             tokens += [token for token in end if token in sequence.end_tokens]
-        request._tokens += tokens
-        request._put_first()
+        request.tokens += tokens
+        request.put_first()
         is_whole = bool(tokens) and tokens[-1] in sequence.end_tokens
         trie = sequence.search.trie
         is_item = trie is not None and (not tokens or tokens in trie)

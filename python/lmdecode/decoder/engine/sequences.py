@@ -10,7 +10,7 @@ from torch import Tensor
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.engine.encoder_inputs import EncoderInput
-from lmdecode.decoder.engine.request import Request
+from lmdecode.decoder.engine.request import RequestState
 from lmdecode.sampling.sampler_rows import RowRules
 
 __all__ = ["DrawnSequence", "Grammar", "ReadSequence", "SearchedSequence", "WrittenSequence"]
@@ -76,13 +76,15 @@ class WrittenSequence(ReadSequence):
 
     Attributes
     ----------
-    request : Request
+    request : RequestState
         Its request.
     input : EncoderInput or None
         For an encoder-decoder model: the input that is not encoded yet.
     """
 
-    def __init__(self, request: Request, max_new_tokens: int, end_tokens: tuple[int, ...]) -> None:
+    def __init__(
+        self, request: RequestState, max_new_tokens: int, end_tokens: tuple[int, ...]
+    ) -> None:
         super().__init__(request.prompt_ids)
         self.request, self.max_new_tokens, self.end_tokens = request, max_new_tokens, end_tokens
         self.input: EncoderInput | None = None
@@ -95,7 +97,7 @@ class WrittenSequence(ReadSequence):
     def begin_with(self, length: int) -> None:
         """See ``ReadSequence``."""
         super().begin_with(length)
-        self.request._cached_tokens = length
+        self.request.cached_tokens = length
 
 
 class DrawnSequence(WrittenSequence):
@@ -113,7 +115,7 @@ class DrawnSequence(WrittenSequence):
 
     def __init__(
         self,
-        request: Request,
+        request: RequestState,
         max_new_tokens: int,
         end_tokens: tuple[int, ...],
         rules: RowRules,
@@ -124,14 +126,14 @@ class DrawnSequence(WrittenSequence):
         self.rules, self.num_logprobs, self.grammar = rules, num_logprobs, grammar
         self.last = -1
         if num_logprobs >= 0:
-            request._logprobs = []
+            request.logprobs = []
 
 
 class SearchedSequence(WrittenSequence):
     """A sequence with a beam search: ``search`` and ``token_rules`` for ``BeamSearch``."""
 
     def __init__(
-        self, request: Request, search: BeamRequest, token_rules: TokenRules | None = None
+        self, request: RequestState, search: BeamRequest, token_rules: TokenRules | None = None
     ) -> None:
         super().__init__(request, search.max_new_tokens, tuple(search.eos_token_id))
         self.search, self.token_rules = search, token_rules

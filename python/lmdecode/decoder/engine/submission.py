@@ -14,7 +14,7 @@ from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.request_rules import check_tokens_of_request
 from lmdecode.beam.token_rules import TokenRules, check_token_rules
 from lmdecode.decoder.engine.encoder_inputs import EncoderInput, EncoderInputs
-from lmdecode.decoder.engine.request import Driver, Request
+from lmdecode.decoder.engine.request import Driver, RequestState
 from lmdecode.decoder.engine.sequences import (
     DrawnSequence,
     Grammar,
@@ -52,7 +52,7 @@ _BEAM_PARAMETERS = tuple(
 class _Asked(NamedTuple):
     """Checked arguments that every request has; ``least`` is ``min_tokens``."""
 
-    request: Request
+    request: RequestState
     new: int
     least: int
     ends: tuple[int, ...]
@@ -117,7 +117,7 @@ class Submission:
         if eos_token_id is not None:
             ends = tokens_of(_OP, "eos_token_id", eos_token_id, self.vocab)
         asked = _Asked(
-            Request(prompt, driver), new, least, ends, do_sample, seed, logprobs, grammar
+            RequestState(prompt, driver), new, least, ends, do_sample, seed, logprobs, grammar
         )
         num_beams = parameters.get("num_beams")
         if num_beams is not None:
@@ -220,7 +220,7 @@ class Submission:
         if token_rules is not None:
             check_token_rules(_OP, token_rules, self.vocab)
         sequence = SearchedSequence(
-            Request(tuple(search.prompt_ids), driver),
+            RequestState(tuple(search.prompt_ids), driver),
             dataclasses.replace(search, request_id=None),
             token_rules,
         )

@@ -117,9 +117,9 @@ def _raise_for_failed(requests: list[Request]) -> None:
     failed = [request for request in requests if request.finish_reason == "error"]
     if not failed:
         return
-    if any(not request._status for request in failed):
+    if any(not request._state.status for request in failed):
         failed[0].result()  # the error of a step
-    first = min(len(request._tokens) for request in failed)
+    first = min(len(request._state.tokens) for request in failed)
     raise_for_status(
         [r._status if r in failed and len(r._tokens) == first else 0 for r in requests], first
     )
@@ -247,7 +247,7 @@ def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCal
     while engine.step():
         pass
     _raise_for_failed(requests)
-    longest = max(len(request._tokens) for request in requests)
+    longest = max(len(request._state.tokens) for request in requests)
     texts = [r._tokens + [asked.pad] * (longest - len(r._tokens)) for r in requests]
     return torch.cat([input_ids, torch.tensor(texts, dtype=input_ids.dtype)], dim=1)
 
