@@ -51,11 +51,11 @@ constexpr const char* kSql[] = {
     "DELETE FROM unsynced_boot",
 };
 
-#define LMD_COLUMNS_OF_AREAS                                                       \
-  " (area INTEGER PRIMARY KEY, sequence INTEGER NOT NULL,"                         \
+#define LMD_COLUMNS_OF_AREAS                                                            \
+  " (area INTEGER PRIMARY KEY, sequence INTEGER NOT NULL,"                              \
   " num_tokens INTEGER NOT NULL, count INTEGER NOT NULL, usable_from INTEGER NOT NULL," \
   " header_crc INTEGER NOT NULL, tenant INTEGER NOT NULL, created_ms INTEGER NOT NULL," \
-  " used_ms INTEGER NOT NULL, expires_ms INTEGER NOT NULL, pinned INTEGER NOT NULL," \
+  " used_ms INTEGER NOT NULL, expires_ms INTEGER NOT NULL, pinned INTEGER NOT NULL,"    \
   " keys BLOB NOT NULL);"
 
 // Stores of former versions get them when they are opened to be written.
@@ -476,9 +476,9 @@ void IndexDatabase::copy_to(const std::string& path) {
     code = sqlite3_errcode(target);
   }
   if (code == SQLITE_OK) {  // slots that are copied are those of the durable index
-    code = sqlite3_exec(
-        target, "DROP TABLE IF EXISTS unsynced_areas; DROP TABLE IF EXISTS unsynced_boot", nullptr,
-        nullptr, nullptr);
+    code = sqlite3_exec(target,
+                        "DROP TABLE IF EXISTS unsynced_areas; DROP TABLE IF EXISTS unsynced_boot",
+                        nullptr, nullptr, nullptr);
   }
   const std::string what = code == SQLITE_OK ? "" : sqlite3_errmsg(target);
   sqlite3_close_v2(target);

@@ -275,8 +275,8 @@ void StoreEngine::run_flush_timer() {
 
 // ---- the index
 
-// Changes that were not durable when the last writer was killed: the slots have what they say if the
-// system has not been started again since.
+// Changes that were not durable when the last writer was killed: the slots have what they say if
+// the system has not been started again since.
 void StoreEngine::recover_unsynced() {
   const std::optional<std::string> boot = index_->unsynced_boot();
   if (!boot.has_value()) return;

@@ -326,7 +326,8 @@ TEST(relaxed_loses_nothing_when_the_process_is_killed) {
   std::mt19937_64 random(from_environment("LMD_STORE_CRASH_SEED", 1));
   uint64_t found = 0;
   for (int round = 0; round < 60; ++round) {
-    std::vector<std::unique_ptr<SimulatedDisk>> disks;  // engines that are "killed" still close them
+    std::vector<std::unique_ptr<SimulatedDisk>>
+        disks;  // engines that are "killed" still close them
     disks.push_back(std::make_unique<SimulatedDisk>());
     std::set<Tokens> known;
     for (int life = 0; life < 4; ++life) {
