@@ -59,7 +59,7 @@ inline void pair_values(const Tokens& values, KeyRange range, int64_t size, uint
     for (int64_t i = 0; i < 2; ++i) {
       const bool in_range = key + i >= range.begin && key + i < range.end;
       row[i] = in_range ? values.row(key + i) : nullptr;
-      if (in_range) prefetch_row(values.row_ahead(key + i), size);
+      if (in_range) prefetch_row<Ahead::kToSecondCache>(values.row_ahead(key + i), size);
     }
     for (int64_t at = 0; at < size; at += MatrixRows::kVectorSize) {
       const auto read = [&](const BFloat16* from) {

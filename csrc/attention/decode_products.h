@@ -15,9 +15,9 @@ constexpr int64_t kChunkKeys = 16;
 // values. While the ones are read the others are asked for: this is how far ahead.
 template <class T>
 constexpr int64_t kBlockKeysOf = sizeof(T) == 4 ? 16 : 32;
-// To the second cache: the first has too few places for lines that are under way. Measured 20 to 40
-// % faster than to the first, for all of its levels or for the first alone.
-constexpr int kPrefetchLocality = 2;
+
+// What a tile asks for while it reads: nothing, or what comes next (DecodePartials::in_order).
+enum class Ahead { kNothing, kToSecondCache, kToFirstCache };
 
 // Plain C++ waits for its products, not for memory: it asks for nothing, and takes keys at the edge
 // of a range as all others, which leaves a quarter to compile.
@@ -144,27 +144,28 @@ struct ListedTokens {
   const T* row_ahead(int64_t token) const { return ahead[token]; }
 };
 
-template <class T>
+template <Ahead kAhead, class T>
 inline void prefetch(const T* p) {
-  __builtin_prefetch(p, 0, kPrefetchLocality);
+  if constexpr (kAhead == Ahead::kToFirstCache) __builtin_prefetch(p, 0, 3);
+  if constexpr (kAhead == Ahead::kToSecondCache) __builtin_prefetch(p, 0, 2);
 }
 
-template <class T>
+template <Ahead kAhead, class T>
 inline void prefetch_row(const T* row, int64_t size) {
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
-  for (int64_t i = 0; i < size; i += kLine) prefetch(row + i);
+  for (int64_t i = 0; i < size; i += kLine) prefetch<kAhead>(row + i);
 }
 
 // scores[row][key] for kRows queries and the kLanes / kRows keys from `key` on; for a key out of
 // [range.begin, range.end) another one is read in its place. Queries: vector by vector of the head,
-// those of all rows. kFetches: what is ahead is asked for.
-template <class Rows, int kRows, bool kAtEdge, bool kFetches, class Tokens>
+// those of all rows.
+template <class Rows, int kRows, bool kAtEdge, Ahead kAhead, class Tokens>
 inline void score_tile(const typename Rows::Query* queries, const Tokens& keys, KeyRange range,
                        int64_t key, int64_t size, float* scores) {
   constexpr int kKeys = kLanes / kRows;
   // Keys that a query is loaded for. With few rows it is key by key: lines are then read in the
   // order in which they lie.
-  constexpr int kTogether = kRows >= 4 ? kKeys : 1;
+  constexpr int kTogether = kRows >= 4 && kAhead != Ahead::kToFirstCache ? kKeys : 1;
   F32 sum[kLanes];
 #pragma GCC unroll 16
   for (int first = 0; first < kKeys; first += kTogether) {
@@ -187,7 +188,7 @@ inline void score_tile(const typename Rows::Query* queries, const Tokens& keys, 
       typename Rows::Vector vector[kTogether];
 #pragma GCC unroll 4
       for (int i = 0; i < kTogether; ++i) {
-        if constexpr (kFetches) prefetch(ahead[i] + at);
+        prefetch<kAhead>(ahead[i] + at);
         vector[i] = Rows::load_row(row[i] + at);
       }
 #pragma GCC unroll 8
@@ -215,7 +216,7 @@ inline void score_tile(const typename Rows::Query* queries, const Tokens& keys, 
 
 // out[row] += weights[row][key] * values[key] for kRows rows, kVectors vectors of each, and the
 // keys of a range.
-template <class T, int kRows, int kVectors, bool kFetches, class Tokens>
+template <class T, int kRows, int kVectors, Ahead kAhead, class Tokens>
 inline void add_values(const float* weights, const Tokens& values, KeyRange range, int64_t at,
                        float* out, int64_t out_stride) {
   F32 sum[kRows][kVectors];
@@ -230,7 +231,7 @@ inline void add_values(const float* weights, const Tokens& values, KeyRange rang
     F32 value[kVectors];
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
-      if (kFetches && j * kLanes * sizeof(T) % 64 == 0) prefetch(ahead + j * kLanes);
+      if (j * kLanes * sizeof(T) % 64 == 0) prefetch<kAhead>(ahead + j * kLanes);
       value[j] = load(row + j * kLanes);
     }
 #pragma GCC unroll 8
@@ -250,7 +251,7 @@ inline void add_values(const float* weights, const Tokens& values, KeyRange rang
   }
 }
 
-template <class Rows, int kRows, bool kFetches, class Tokens>
+template <class Rows, int kRows, Ahead kAhead, class Tokens>
   requires(Rows::kKeysOfAWeight == 1)
 void add_all_values(const typename Rows::Weight* weights, const Tokens& values, KeyRange range,
                     int64_t size, float* out, int64_t out_stride) {
@@ -259,10 +260,10 @@ void add_all_values(const typename Rows::Weight* weights, const Tokens& values, 
   constexpr int kVectors = (kLanes == 16 ? 4 : 2) / (kRows == 8 ? 2 : 1);
   for (int64_t at = 0; at < size;) {
     if (at + kVectors * kLanes <= size) {
-      add_values<T, kRows, kVectors, kFetches>(weights, values, range, at, out, out_stride);
+      add_values<T, kRows, kVectors, kAhead>(weights, values, range, at, out, out_stride);
       at += kVectors * kLanes;
     } else {
-      add_values<T, kRows, 1, kFetches>(weights, values, range, at, out, out_stride);
+      add_values<T, kRows, 1, kAhead>(weights, values, range, at, out, out_stride);
       at += kLanes;
     }
   }
@@ -270,7 +271,7 @@ void add_all_values(const typename Rows::Weight* weights, const Tokens& values, 
 
 #if defined(LMD_SIMD_AVX512_BF16)
 // The same for pairs of keys; kVectors vectors of 32 elements.
-template <int kRows, int kVectors, bool kFetches, class Tokens>
+template <int kRows, int kVectors, Ahead kAhead, class Tokens>
 inline void add_value_pairs(const BFloat16* weights, const Tokens& values, KeyRange range,
                             int64_t at, int64_t size, float* out, int64_t out_stride) {
   // Pairs come out of the interleaving with the elements 0-3, 8-11, ... in the one vector and
@@ -286,12 +287,22 @@ inline void add_value_pairs(const BFloat16* weights, const Tokens& values, KeyRa
       low[r][j] = high[r][j] = _mm512_setzero_ps();
     }
   }
-  const auto add = [&](int64_t key, const __m512i(&a)[kVectors], const __m512i(&b)[kVectors]) {
+  for (int64_t key = range.begin / 2 * 2; key < range.end; key += 2) {
+    if (kAhead != Ahead::kNothing && at == 0) {  // row by row was measured to be faster here
+      prefetch_row<kAhead>(values.row_ahead(key), size);
+      prefetch_row<kAhead>(values.row_ahead(key + 1), size);
+    }
+    // Of a pair at an end of the range one key is read, and the other one is zeros.
+    const bool has_a = key >= range.begin, has_b = key + 1 < range.end;
+    const BFloat16* row_a = values.row(has_a ? key : key + 1) + at;
+    const BFloat16* row_b = values.row(has_b ? key + 1 : key) + at;
     __m512bh lows[kVectors], highs[kVectors];
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) {
-      lows[j] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(a[j], b[j]));
-      highs[j] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(a[j], b[j]));
+      const __m512i a = _mm512_maskz_loadu_epi32(has_a ? 0xffff : 0, row_a + 32 * j);
+      const __m512i b = _mm512_maskz_loadu_epi32(has_b ? 0xffff : 0, row_b + 32 * j);
+      lows[j] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(a, b));
+      highs[j] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(a, b));
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -304,38 +315,7 @@ inline void add_value_pairs(const BFloat16* weights, const Tokens& values, KeyRa
         high[r][j] = _mm512_dpbf16_ps(high[r][j], weight, highs[j]);
       }
     }
-  };
-  const auto fetch = [&](int64_t key) {
-    if (!kFetches || at != 0) return;  // row by row was measured to be faster here
-    prefetch_row(values.row_ahead(key), size);
-    prefetch_row(values.row_ahead(key + 1), size);
-  };
-  // A pair at an end of the range, of which one key is read.
-  const auto add_half = [&](int64_t key, bool is_first) {
-    fetch(key);
-    const BFloat16* row = values.row(is_first ? key : key + 1) + at;
-    __m512i read[kVectors], zeros[kVectors];
-#pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) {
-      read[j] = _mm512_loadu_si512(row + 32 * j);
-      zeros[j] = _mm512_setzero_si512();
-    }
-    is_first ? add(key, read, zeros) : add(key, zeros, read);
-  };
-  int64_t key = range.begin;
-  if (key % 2 != 0) add_half(key++ - 1, false);
-  for (; key + 1 < range.end; key += 2) {
-    fetch(key);
-    const BFloat16 *row_a = values.row(key) + at, *row_b = values.row(key + 1) + at;
-    __m512i a[kVectors], b[kVectors];
-#pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) {
-      a[j] = _mm512_loadu_si512(row_a + 32 * j);
-      b[j] = _mm512_loadu_si512(row_b + 32 * j);
-    }
-    add(key, a, b);
   }
-  if (key < range.end) add_half(key, true);
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -349,17 +329,17 @@ inline void add_value_pairs(const BFloat16* weights, const Tokens& values, KeyRa
   }
 }
 
-template <class Rows, int kRows, bool kFetches, class Tokens>
+template <class Rows, int kRows, Ahead kAhead, class Tokens>
   requires(Rows::kKeysOfAWeight == 2)
 void add_all_values(const BFloat16* weights, const Tokens& values, KeyRange range, int64_t size,
                     float* out, int64_t out_stride) {
   constexpr int kVectors = kRows == 8 ? 1 : 2;  // as many sums as there are registers for
   for (int64_t at = 0; at < size;) {
     if (at + 32 * kVectors <= size) {
-      add_value_pairs<kRows, kVectors, kFetches>(weights, values, range, at, size, out, out_stride);
+      add_value_pairs<kRows, kVectors, kAhead>(weights, values, range, at, size, out, out_stride);
       at += 32 * kVectors;
     } else {
-      add_value_pairs<kRows, 1, kFetches>(weights, values, range, at, size, out, out_stride);
+      add_value_pairs<kRows, 1, kAhead>(weights, values, range, at, size, out, out_stride);
       at += 32;
     }
   }

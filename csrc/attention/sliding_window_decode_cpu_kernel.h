@@ -200,8 +200,8 @@ class DecodeAttention {
     if constexpr (kMultipliesTiles) {
       multiply_key_tiles(range, groups);
     } else {
-      for_tiles([&]<int kRows, bool kFetches>(int64_t row) {
-        multiply_keys<kRows, kFetches>(row, range, groups);
+      for_tiles([&]<int kRows, Ahead kAhead>(int64_t row) {
+        multiply_keys<kRows, kAhead>(row, range, groups);
       });
     }
     if (p_.key_padding != nullptr) {
@@ -211,53 +211,63 @@ class DecodeAttention {
     if constexpr (kMultipliesTiles) {
       multiply_value_tiles(range);
     } else {
-      for_tiles([&]<int kRows, bool kFetches>(int64_t row) {
+      for_tiles([&]<int kRows, Ahead kAhead>(int64_t row) {
         for (int64_t key = range.begin; key < range.end;) {
           const int64_t end = min_of(range.end, (key / kChunkKeys + 1) * kChunkKeys);
-          add_all_values<Rows, kRows, kFetches>(weights_of(row), values_, {key, end}, value_size_,
-                                                out_ + row * partials_.out_stride,
-                                                partials_.out_stride);
+          add_all_values<Rows, kRows, kAhead>(weights_of(row), values_, {key, end}, value_size_,
+                                              out_ + row * partials_.out_stride,
+                                              partials_.out_stride);
           key = end;
         }
       });
     }
   }
 
-  // Calls body<rows, whether it is the first>(row) for tiles of 8, 4, 2 and 1 rows, some of which
-  // are behind the last one. The first tile reads what comes from memory.
+  // Calls body<rows, what it asks for>(row) for tiles of 8, 4, 2 and 1 rows, some of which are
+  // behind the last one. The first tile reads what comes from memory.
   template <class Body>
   void for_tiles(const Body& body) const {
-    tile<!kIsPlain>(0, body);
-    for (int64_t row = tile_rows(0); row < rows_; row += tile_rows(row)) tile<false>(row, body);
+    if constexpr (kIsPlain) {
+      tile<Ahead::kNothing>(0, body);
+#if defined(LMD_SIMD_AVX512)
+    } else if (partials_.in_order) {
+      tile<Ahead::kToFirstCache>(0, body);
+#endif
+    } else {
+      tile<Ahead::kToSecondCache>(0, body);
+    }
+    for (int64_t row = tile_rows(0); row < rows_; row += tile_rows(row)) {
+      tile<Ahead::kNothing>(row, body);
+    }
   }
   int64_t tile_rows(int64_t row) const {
     const int64_t left = rows_ - row;
     return left >= 5 ? kTileRows : left >= 3 ? 4 : left;
   }
-  template <bool kFetches, class Body>
+  template <Ahead kAhead, class Body>
   void tile(int64_t row, const Body& body) const {
     switch (tile_rows(row)) {
       case 8:
-        return body.template operator()<kTileRows, kFetches>(row);
+        return body.template operator()<kTileRows, kAhead>(row);
       case 4:
-        return body.template operator()<4, kFetches>(row);
+        return body.template operator()<4, kAhead>(row);
       case 2:
-        return body.template operator()<2, kFetches>(row);
+        return body.template operator()<2, kAhead>(row);
       default:
-        return body.template operator()<1, kFetches>(row);
+        return body.template operator()<1, kAhead>(row);
     }
   }
 
-  template <int kRows, bool kFetches>
+  template <int kRows, Ahead kAhead>
   void multiply_keys(int64_t row, KeyRange range, KeyRange groups) {
     constexpr int64_t kKeys = kLanes / kRows;
     const Query* queries = reinterpret_cast<Query*>(w_.queries) + row * query_stride_;
     float* scores = w_.scores + row * kBlockKeys;
     for (int64_t key = groups.begin; key < groups.end; key += kKeys) {
       if (!kIsPlain && key >= range.begin && key + kKeys <= range.end) {
-        score_tile<Rows, kRows, kIsPlain, kFetches>(queries, keys_, range, key, head_size_, scores);
+        score_tile<Rows, kRows, kIsPlain, kAhead>(queries, keys_, range, key, head_size_, scores);
       } else {
-        score_tile<Rows, kRows, true, kFetches>(queries, keys_, range, key, head_size_, scores);
+        score_tile<Rows, kRows, true, kAhead>(queries, keys_, range, key, head_size_, scores);
       }
     }
   }
@@ -273,7 +283,7 @@ class DecodeAttention {
                        min_of(rows_ - row, kTileRows), w_.scores + row * kBlockKeys + key);
       }
       for (int64_t i = in_group.begin; i < in_group.end; ++i) {
-        prefetch_row(keys_.row_ahead(i), head_size_);
+        prefetch_row<Ahead::kToSecondCache>(keys_.row_ahead(i), head_size_);
       }
     }
 #endif

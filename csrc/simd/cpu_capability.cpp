@@ -168,6 +168,20 @@ bool use_avx512_vnni() {
 #endif
 }
 
+bool is_zen5() {
+#if defined(__x86_64__)
+  static const bool is = [] {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    __builtin_cpu_init();
+    if (!__builtin_cpu_is("amd") || __get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return false;
+    return (eax >> 8 & 15) + (eax >> 20 & 255) == 26;
+  }();
+  return is;
+#else
+  return false;
+#endif
+}
+
 bool use_avx512_amx() { return cpu_capability() == CpuCapability::kAmx; }
 
 const char* cpu_capability_name(CpuCapability capability) {

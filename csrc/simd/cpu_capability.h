@@ -30,6 +30,10 @@ bool use_avx512_vnni();
 // Whether amx is in use.
 bool use_avx512_amx();
 
+// Whether it is an AMD processor of family 26, which wants to be asked for memory in another way.
+// Results have the same bits.
+bool is_zen5();
+
 const char* cpu_capability_name(CpuCapability capability);
 
 // Picks one of the builds of a kernel; null: the build lacks it.

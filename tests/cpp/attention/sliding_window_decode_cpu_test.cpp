@@ -23,8 +23,8 @@ using Parts = decltype(&default_::attention::sliding_window_decode_parts);
 using Heads = decltype(&default_::attention::sliding_window_decode_heads);
 
 // Keys in parts of `split`, a multiple of 64.
-void decode(Parts run_parts, Heads run_heads, const SlidingWindowAttentionParams& p,
-            int64_t split) {
+void decode(Parts run_parts, Heads run_heads, const SlidingWindowAttentionParams& p, int64_t split,
+            bool in_order = false) {
   std::vector<DecodePart> parts;
   std::vector<DecodeHead> heads;
   int64_t slots = 0;
@@ -41,6 +41,7 @@ void decode(Parts run_parts, Heads run_heads, const SlidingWindowAttentionParams
     }
   }
   DecodePartials partials;
+  partials.in_order = in_order;
   partials.rows = padded_decode_rows(p.q_len * p.group());
   partials.out_stride = padded_decode_size(p.value_size);
   const size_t rows = static_cast<size_t>(slots * partials.rows);
@@ -62,8 +63,13 @@ void decode(Parts run_parts, Heads run_heads, const SlidingWindowAttentionParams
 void run_cases(Parts parts, Heads heads, DType dtype) {
   for (uint64_t seed = 0; seed < 150; ++seed) {
     const std::unique_ptr<Case> c = random_case(seed, dtype, true);
-    decode(parts, heads, c->p, c->one_of({64, 128, 512}));
+    const int64_t split = c->one_of({64, 128, 512});
+    decode(parts, heads, c->p, split);
     c->check(tolerance_of(dtype));
+    const size_t bytes = c->out->values().size() * (dtype == DType::kFloat32 ? 4 : 2);
+    const std::string before(static_cast<const char*>(c->p.out), bytes);
+    decode(parts, heads, c->p, split, /*in_order=*/true);
+    CHECK(std::memcmp(before.data(), c->p.out, bytes) == 0);
   }
 }
 
