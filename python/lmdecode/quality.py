@@ -1,11 +1,11 @@
-"""Quality of a weight format: perplexity by llama.cpp's rule, and bits per weight."""
+"""What a model thinks of a text: its tokens' log-probabilities, and perplexity; bits per weight."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from lmdecode._checks import check_int, is_int, type_error
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.decoding import PackedDecoding
+from lmdecode.decoder.engine.request import TokenLogprob
 
-__all__ = ["Perplexity", "bits_per_weight", "perplexity"]
+__all__ = ["Perplexity", "bits_per_weight", "perplexity", "token_logprobs"]
 
 _MOST_LOGITS = 1 << 24  # that are held at a time: 64 MB
+_MOST_ROWS = 512  # tokens of a step
 
 
 class Perplexity(NamedTuple):
@@ -54,23 +56,98 @@ def _causal(op: str, decoding: PackedDecoding) -> PackedCausalModel:
     return decoding.decoder
 
 
-def _window_losses(caches: CausalCaches, ids: Tensor) -> tuple[Tensor, float]:
-    """Return the losses of a window's second half, in float64, and the seconds of reading."""
-    window, seconds, losses = len(ids), 0.0, []
-    middle, rows = window // 2, max(1, _MOST_LOGITS // caches.model.config.vocab_size)
+def _checked_ids(op: str, ids: Any, least: int, expected: str, vocab: int) -> Tensor:
+    """Return the tokens of a text as int64."""
+    if not isinstance(ids, Tensor):
+        raise type_error(op, "ids", ids, "a tensor")
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"{op}: ids has shape {list(ids.shape)} and dtype {ids.dtype}; expected [n] of integers"
+        )
+    if len(ids) < least:
+        raise ValueError(f"{op}: ids has {len(ids)} tokens; expected at least {expected}")
+    ids = ids.to("cpu", torch.int64)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        raise ValueError(f"{op}: ids are {low} to {high}; expected 0 to {vocab - 1}")
+    return ids
+
+
+def _logits(
+    caches: CausalCaches, ids: Tensor, first: int
+) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Read a text from its beginning, in parts.
+
+    Yield the logits [n, V] at ``first`` and the places behind it, the tokens [n] that come behind
+    these, and the seconds of reading.
+    """
+    rows, last = max(1, _MOST_LOGITS // caches.model.config.vocab_size), len(ids) - 1
     caches.truncate([0], [0])
-    # The token behind the middle one is the first that is scored, by the logits at the middle.
-    at = 0
-    for end in [middle, *range(middle + rows, window - 1, rows), window - 1]:
-        wanted = end - at if at else 0
+    at, seconds = 0, 0.0
+    for end in [first, *range(first + rows, last, rows), last]:
+        count, wanted = end - at, end - at if at >= first else 0
+        if not count:
+            continue
         start = time.perf_counter()
-        logits = caches.forward(ids[at:end], torch.tensor([[0, end - at, 1, wanted]]), wanted)
+        logits = caches.forward(ids[at:end], torch.tensor([[0, count, 1, wanted]]), wanted)
         seconds += time.perf_counter() - start
         if wanted:
-            targets = ids[at + 1 : end + 1]
-            losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+            yield logits, ids[at + 1 : end + 1], seconds
+            seconds = 0.0
         at = end
-    return torch.cat(losses).double(), seconds
+
+
+@torch.no_grad()
+def token_logprobs(
+    decoding: PackedDecoding, ids: Tensor | Sequence[int], num_top: int = 0
+) -> list[TokenLogprob]:
+    """Return the log-probability of each token of a text, behind those before it.
+
+    Parameters
+    ----------
+    decoding : Decoding
+        Of a decoder-only model.
+    ids : Tensor or sequence of int
+        [n] token ids, at least one.
+    num_top : int
+        Number of most probable tokens that are returned at each place.
+
+    Returns
+    -------
+    list of TokenLogprob
+        n items. The first token has nothing before it: NaN, without other tokens.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
+    RuntimeError
+        The logits have NaN.
+    """
+    op = "token_logprobs"
+    model = _causal(op, decoding)
+    vocab, most = model.config.vocab_size, model.max_positions or 1 << 30
+    if isinstance(ids, Sequence) and all(map(is_int, ids)):
+        ids = torch.tensor(ids, dtype=torch.int64, device="cpu")
+    tokens = _checked_ids(op, ids, 1, "one", vocab)
+    if len(tokens) > most:
+        raise ValueError(f"{op}: ids has {len(tokens)} tokens; expected at most {most}")
+    num_top = check_int(op, "num_top", num_top, 0, vocab)
+    rows = min(len(tokens), _MOST_ROWS)
+    caches = CausalCaches(model, 1, len(tokens), dtype=decoding.cache_dtype, max_rows=rows)
+    found = [TokenLogprob(int(tokens[0]), math.nan, ())]
+    for logits, targets, _ in _logits(caches, tokens, 0):
+        every = logits.log_softmax(-1)
+        of_targets = every.gather(1, targets[:, None])[:, 0].tolist()
+        if any(map(math.isnan, of_targets)):
+            raise RuntimeError(f"{op}: the logits have NaN")
+        best = every.topk(num_top)
+        tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        found += [
+            TokenLogprob(token, logprob, tuple(zip(*top, strict=True)))
+            for token, logprob, top in zip(targets.tolist(), of_targets, tops, strict=True)
+        ]
+    return found
 
 
 @torch.no_grad()
@@ -117,34 +194,25 @@ def perplexity(
     most = model.max_positions or 1 << 30
     window = check_int(op, "window", window, 4, most, limits=f"4 to {most}")
     vocab = model.config.vocab_size
-    if not isinstance(ids, Tensor):
-        raise type_error(op, "ids", ids, "a tensor")
-    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"{op}: ids has shape {list(ids.shape)} and dtype {ids.dtype}; expected [n] of integers"
-        )
-    if len(ids) < window:
-        raise ValueError(f"{op}: ids has {len(ids)} tokens; expected at least {window}, a window")
-    ids = ids.to("cpu", torch.int64)
+    ids = _checked_ids(op, ids, window, f"{window}, a window", vocab)
     if bos is not None and not (is_int(bos) and 0 <= bos < vocab):
         raise ValueError(f"{op}: bos is {bos!r}; expected None or a token, 0 to {vocab - 1}")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab:
-        raise ValueError(f"{op}: ids are {low} to {high}; expected 0 to {vocab - 1}")
     windows = ids[: len(ids) // window * window].view(-1, window)
     if bos is not None:
         windows = windows.clone()
         windows[:, 0] = bos
     caches = CausalCaches(model, 1, window, dtype=decoding.cache_dtype, max_rows=window)
-    losses, seconds = [], []
+    losses, seconds = [], list[float]()
     for tokens in windows:
-        of_window, took = _window_losses(caches, tokens)
-        losses.append(of_window)
-        seconds.append(took)
+        seconds.append(0.0)
+        # The token behind the middle one is the first that is scored.
+        for logits, targets, took in _logits(caches, tokens, window // 2):
+            losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+            seconds[-1] += took
         if on_tokens is not None:
             on_tokens(window)
     timed = seconds[1:] or seconds
-    every = torch.cat(losses)
+    every = torch.cat(losses).double()
     value = math.exp(every.mean())
     error = value * float(every.std()) / math.sqrt(len(every)) if len(every) > 1 else math.nan
     # The last token of a window is scored, and never read.
