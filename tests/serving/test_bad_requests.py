@@ -66,7 +66,11 @@ OF_CHATS: dict[str, list[Any]] = {
         [{"role": "user", "content": "x", "tool_calls": [{}]}],
         [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
         [{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "a"}}] * 5000}],
-        [{"role": "user", "content": "x", "colour": 1}], [{"role": "user", "content": "w " * 9999}],
+        [{"role": "user", "content": "x", "images": ["x"]}],
+        [{"role": "assistant", "content": "x", "prefix": True}],
+        [{"role": "assistant", "content": "x", "function_call": {"name": "a"}}],
+        [{"role": "assistant", "content": "x", "reasoning": 5}],
+        [{"role": "user", "content": "w " * 9999}],
         TALK * 5000,
     ],
     "logprobs": [5, "x"],
@@ -141,6 +145,9 @@ def test_paths_methods_models_and_sizes(port: int) -> None:
     assert call(port, "GET", "/v1/nothing")[1]["error"]["type"] == "not_found_error"
     status, got, headers = call(port, "GET", "/v1/completions")
     assert status == 405 and "POST" in headers["allow"] and got["error"]["message"]
+    for path in ("/v1/" + "n" * 9999, "/v1/models/" + "n" * 9999):
+        status, got, _ = call(port, "GET", path)
+        assert status == 404 and len(got["error"]["message"]) <= 200
     status, got = post(port, "/v1/completions", {"prompt": "a", "model": "gpt-4"})
     assert status == 404 and got["error"]["code"] == "model_not_found"
     assert "'kjv'" in got["error"]["message"]

@@ -143,6 +143,63 @@ def test_several_templates() -> None:
         ChatTemplate({"rag": "r"}, special_tokens={}).render([USER])
 
 
+SYSTEMS = [{"role": "system", "content": "Be brief.\n"}, {"role": "system", "content": "Be kind."}]
+JOINED = [{"role": "system", "content": "Be brief.\n\n\nBe kind."}]
+AT_THE_BEGINNING = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('a system message must be at the beginning') }}{% endif %}"
+    "{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("options", [{}, {"tools": TOOLS}])
+def test_systems_are_joined_where_a_template_does_not_write_each(
+    name: str, options: dict[str, Any]
+) -> None:
+    """It may refuse the second one, or write it as what a user says, or leave it out."""
+    talk = [*SYSTEMS, USER, ANSWER, USER]
+    several = ours(TEMPLATES[name], talk, **options)
+    joined = ours(TEMPLATES[name], [*JOINED, USER, ANSWER, USER], **options)
+    is_one = name in ("instructions", "turns", "wide_bars")
+    assert several != joined or several is None
+    got = ours(TEMPLATES[name], talk, joins_systems=True, **options)
+    assert got == (joined if is_one else several)
+    assert (got is None) == (name == "turns")  # which takes none at all
+
+
+@pytest.mark.parametrize(
+    ("messages", "wanted"),
+    [
+        (SYSTEMS, "system: Be brief.\n\n\nBe kind.\n"),
+        ([SYSTEMS[0], USER], "system: Be brief.\n\nuser:  Hello \n\n"),
+        ([USER, SYSTEMS[0]], "at messages[1] (system): a system message must be at the beginning"),
+        ([*SYSTEMS, USER, SYSTEMS[0]], "at messages[3] (system): a system message"),
+        ([*SYSTEMS, USER, {"role": "tool"}], "at messages[3] (tool): 'dict object' has no attr"),
+        ([{"role": "system"}], "at messages[0] (system): 'dict object' has no attribute"),
+    ],
+)
+def test_a_failure_names_the_message(messages: list[dict[str, Any]], wanted: str) -> None:
+    template = ChatTemplate(AT_THE_BEGINNING, special_tokens={})
+    try:
+        assert template.render(messages, joins_systems=True) == wanted
+    except ValueError as error:
+        assert f"ChatTemplate.render: the chat template failed {wanted}" in str(error)
+
+
+def test_a_failure_behind_all_messages_names_none() -> None:
+    source = "{% for m in messages %}{{ m.role }}{% endfor %}{{ raise_exception('no question') }}"
+    with pytest.raises(ValueError, match="the chat template failed: no question"):
+        ChatTemplate(source, special_tokens={}).render([USER, ANSWER])
+
+
+def test_joined_systems_may_be_continued() -> None:
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert ours(AT_THE_BEGINNING, SYSTEMS, joins_systems=True, **options) == (
+        "system: Be brief.\n\n\nBe kind."
+    )
+
+
 def test_objects_are_seen_as_plain_values() -> None:
     @dataclasses.dataclass
     class Message:

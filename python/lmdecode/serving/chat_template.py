@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -198,9 +199,12 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        joins_systems: bool = False,
         **variables: Any,
     ) -> str:
         """Return the text of a conversation: that of transformers' ``apply_chat_template``.
+
+        A failure of the template names the message that the template was at, where it shows.
 
         Parameters
         ----------
@@ -212,6 +216,9 @@ class ChatTemplate:
             Whether the text ends with the beginning of an answer.
         continue_final_message : bool
             Whether the text ends with the last message's, without what ends a message.
+        joins_systems : bool
+            Whether several system messages at the beginning are one, with empty lines between their
+            texts, if the template refuses several or does not write each.
         **variables
             More that the template may read.
 
@@ -236,22 +243,49 @@ class ChatTemplate:
         for message in messages:
             if not isinstance(message, Mapping):
                 raise type_error(f"{_OP}.render", "a message", message, "a dict")
+        variables |= {
+            "tools": None if tools is None else list(tools),
+            "documents": None if documents is None else list(documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        systems = list(itertools.takewhile(_is_system, messages)) if joins_systems else []
+        num_joined = 0
+        if len(systems) > 1:
+            texts = [system["content"] for system in systems]
+            try:
+                text = self._text(messages, template_name, continue_final_message, variables)
+                if all(system.strip() in text for system in texts):
+                    return text
+            except ValueError:
+                pass  # what does not come of the number of systems fails again
+            joined = {**systems[0], "content": "\n\n".join(texts)}
+            messages, num_joined = [joined, *messages[len(texts) :]], len(texts) - 1
+        return self._text(messages, template_name, continue_final_message, variables, num_joined)
+
+    def _text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        name: str,
+        goes_on: bool,
+        variables: Mapping[str, Any],
+        num_joined: int = 0,
+    ) -> str:
+        """Return the text of messages, of which the first one may be several that were joined."""
+        chat: list[dict[str, Any]] = []
         try:
-            chat = [_with_reasoning(_plain(message)) for message in messages]
-            final = self._tag(chat, template_name) if continue_final_message else ""
-            text: str = self._compiled[template_name].render(
-                messages=chat,
-                tools=None if tools is None else _plain(list(tools)),
-                documents=None if documents is None else _plain(list(documents)),
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_tokens, **_plain(variables)},
+            chat += [_with_reasoning(_plain(message)) for message in messages]
+            final = self._tag(chat, name) if goes_on else ""
+            text: str = self._compiled[name].render(
+                messages=chat, **{**self._special_tokens, **_plain(variables)}
             )
         except (MemoryError, _TemplateMessageError):
             raise
         except Exception as error:  # it is the model's program
-            what = str(error) or type(error).__name__
-            raise ValueError(f"{_OP}.render: the chat template failed: {what}") from error
-        return _cut(text, final) if continue_final_message else text
+            what, where = str(error) or type(error).__name__, ""
+            if (at := _place_of(error, chat)) is not None:
+                where = f" at messages[{at + num_joined if at else 0}] ({chat[at].get('role')})"
+            raise ValueError(f"{_OP}.render: the chat template failed{where}: {what}") from error
+        return _cut(text, final) if goes_on else text
 
     def _tag(self, chat: list[dict[str, Any]], name: str) -> str:
         """Put a mark behind the last message; return its text."""
@@ -281,6 +315,24 @@ class ChatTemplate:
 
 class _TemplateMessageError(ValueError):
     """What is wrong with messages, and not with the template."""
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "system" and isinstance(message.get("content"), str)
+
+
+def _place_of(error: BaseException, chat: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the place of the message that a template was at, None where that does not show.
+
+    Jinja's frames have the variables of the template: within a loop over messages, one of them.
+    """
+    places = {id(message): place for place, message in enumerate(chat)}
+    found: set[int] = set()
+    trace = error.__traceback__
+    while trace is not None:  # the innermost frame that has any comes last
+        of_frame = {places[id(v)] for v in trace.tb_frame.f_locals.values() if id(v) in places}
+        found, trace = of_frame or found, trace.tb_next
+    return found.pop() if len(found) == 1 else None
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

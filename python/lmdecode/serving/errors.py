@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BadRequest", "RequestError", "error_body", "error_of_engine", "error_of_step"]
+__all__ = [
+    "BadRequest", "RequestError", "error_body", "error_of_engine", "error_of_step", "reason_of",
+]  # fmt: skip
 
 logger = logging.getLogger("lmdecode.serving")
+
+_OF_OP = re.compile(r"\A[A-Za-z]\w*(\.\w+)*: ")
+# Characters of a message: its beginning, which says where, and its end, which says what was wrong.
+_MOST_BEGIN, _MOST_END = 110, 87
 
 _KINDS = {
     401: "authentication_error",
@@ -34,7 +41,8 @@ class RequestError(Exception):
     status : int
         Of HTTP.
     message : str
-        What came and what was expected.
+        What came and what was expected. It may hold any length of input, or the message of another
+        program: of more than 200 characters those in the middle are left out.
     param, code : str, optional
         The field of the body, and OpenAI's word for the error.
     headers : mapping of str to str, optional
@@ -49,6 +57,8 @@ class RequestError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _MOST_BEGIN + 3 + _MOST_END:
+            message = f"{message[:_MOST_BEGIN]}...{message[-_MOST_END:]}"
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
@@ -67,6 +77,11 @@ class BadRequest(RequestError, ValueError):
         super().__init__(400, message, param, code)
 
 
+def reason_of(error: Exception) -> str:
+    """Return what an error of the library says, without the name of the op at its beginning."""
+    return _OF_OP.sub("", str(error))
+
+
 def error_of_engine(error: Exception, names: Mapping[str, str]) -> BadRequest:
     """Return the error of a request whose arguments an ``Engine`` refused.
 
@@ -77,8 +92,7 @@ def error_of_engine(error: Exception, names: Mapping[str, str]) -> BadRequest:
     names
         Argument to field of the body.
     """
-    _, _, message = str(error).partition(": ")
-    message = message or str(error)
+    message = reason_of(error)
     argument = message.split(" ", 1)[0].split("[", 1)[0]
     field = names.get(argument, argument)
     if field != argument:

@@ -40,8 +40,7 @@ def body_of(data: bytes) -> Any:
             json.dumps(body, ensure_ascii=False).encode()
         return body
     except (ValueError, RecursionError) as error:
-        message = str(error) if len(str(error)) < 200 else type(error).__name__
-        raise BadRequest("body", f"the body is no JSON: {message}") from error
+        raise BadRequest("body", f"the body is no JSON: {error}") from error
 
 
 class Fields:

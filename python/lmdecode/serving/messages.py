@@ -14,10 +14,13 @@ __all__ = ["read_messages"]
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MOST_MESSAGES = 4096
 _MOST_CALLS = 4096  # of tools, in one message
-_FIELDS_OF_MESSAGES = frozenset(
-    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
-     "refusal", "annotations", "audio", "function_call")
-)  # fmt: skip
+# Others that are not read, such as id, refusal and annotations, are what clients echo.
+_REFUSED = {
+    "function_call": "expected tool_calls",
+    "images": "the model reads text",
+    "prefix": "expected continue_final_message, a field of the request",
+}
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def _content(value: Any, where: str) -> str:
@@ -66,13 +69,11 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     role = value.get("role")
     if role not in _ROLES:
         raise BadRequest(where, f"{where}.role is {shown(role)}; expected {', '.join(_ROLES)}")
-    for name in value:
-        if name not in _FIELDS_OF_MESSAGES:
-            raise BadRequest(where, f"{where} has {shown(name)}, which is no field of a message")
+    for name, reason in _REFUSED.items():
+        if value.get(name):
+            raise BadRequest(where, f"{where}.{name} is not supported: {reason}")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     content, calls = value.get("content"), value.get("tool_calls")
-    if value.get("function_call") is not None:
-        raise BadRequest(where, f"{where}.function_call is not supported; expected tool_calls")
     if calls:
         if role != "assistant" or not isinstance(calls, list):
             raise BadRequest(where, f"{where}.tool_calls is {shown(calls)}; expected a list, in a "
@@ -90,15 +91,13 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         message["content"] = ""
     else:
         message["content"] = _content(content, f"{where}.content")
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", *_THOUGHTS):
         text = value.get(name)
-        if text is None and name == "reasoning_content":
-            text = value.get("reasoning")
         if text is None:
             continue
         if not isinstance(text, str):
             raise BadRequest(where, f"{where}.{name} is {shown(text)}; expected a text")
-        message[name] = text
+        message.setdefault("reasoning_content" if name in _THOUGHTS else name, text)
     return message
 
 
