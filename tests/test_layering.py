@@ -182,6 +182,7 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     "decoding": {"causal_fingerprint", "formats", "integrations/transformers", *CORE},
     "speech": {"formats", "decoding", "integrations/transformers", *CORE},
     "serving": {
+        "quality",
         "speech",
         "store",
         "system",

@@ -11,7 +11,13 @@ pytest.importorskip("starlette")
 
 from lmdecode._checks import MAX_INT
 from lmdecode.decoder.engine.request import TokenLogprob
-from lmdecode.serving.errors import BadRequest, RequestError, error_of_engine, error_of_step
+from lmdecode.serving.errors import (
+    BadRequest,
+    RequestError,
+    error_of_engine,
+    error_of_step,
+    reason_of,
+)
 from lmdecode.serving.fields import Fields, body_of
 from lmdecode.serving.parameters import Parameters, read_parameters
 from lmdecode.serving.writing import AnswerWriter, StopFinder
@@ -73,7 +79,9 @@ def test_what_is_given() -> None:
         "min_tokens": 0, "typical_p": 0.9,
     }  # fmt: skip
     assert got.stops == ("x", "yz") and read(stop="x").stops == ("x",)
-    assert got.stream and got.includes_usage
+    assert got.stream and got.includes_usage and not got.repeats_usage
+    options = {"continuous_usage_stats": True}
+    assert read(stream=True, stream_options=options).repeats_usage
     assert [got.seed_of(i) for i in range(2)] == [9, 10]
     assert read(ignore_eos=True, stop_token_ids=[3]).arguments["eos_token_id"] == [3]
 
@@ -150,10 +158,10 @@ def test_a_body_that_is_no_object(body: Any) -> None:
         Fields(body)
 
 
-def pieces_of(text: str, stops: tuple[str, ...] = ()) -> list[str]:
+def pieces_of(text: str, stops: tuple[str, ...] = (), least: int = 0) -> list[str]:
     """Return what each token of a text adds, and what is left at the end."""
     tokenizer: Any = Bytes()
-    writer = AnswerWriter(tokenizer, stops=stops)
+    writer = AnswerWriter(tokenizer, stops=stops, min_tokens=least)
     return [*(writer.push([token]).text for token in text.encode()), writer.finish().text]
 
 
@@ -171,6 +179,29 @@ def test_an_answer_ends_before_a_stop_text() -> None:
     assert finder.push("c") == finder.finish() == ""
     finder = StopFinder(("bc", "abcd"), keeps_stop=True)
     assert finder.push("xab") + finder.push("cd") == "xabcd" and finder.found == "abcd"
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "least", "wanted"),
+    [
+        ("ab ab ab", ("ab",), 0, ""),
+        ("ab ab ab", ("ab",), 1, ""),  # it ends in the second token
+        ("ab ab ab", ("ab",), 2, "ab "),
+        ("ab ab ab", ("ab",), 4, "ab "),
+        ("ab ab ab", ("ab",), 5, "ab ab "),
+        ("ab ab ab", ("ab",), 8, "ab ab ab"),
+        ("xaba!", ("aba",), 3, "x"),
+        ("xababa", ("aba",), 4, "xab"),  # it begins in one that was held back
+        ("xabd", ("b", "abc"), 3, "xabd"),  # what may begin the longer one has the other in it
+        ("xabdb", ("b", "abc"), 3, "xabd"),
+        ("a\u20acb", ("\u20ac",), 2, "a"),  # a character is there with its last token
+        ("a\u20acb", ("\u20ac",), 4, "a\u20acb"),
+    ],
+)
+def test_no_stop_text_ends_an_answer_before_min_tokens(
+    text: str, stops: tuple[str, ...], least: int, wanted: str
+) -> None:
+    assert "".join(pieces_of(text, stops, least)) == wanted
 
 
 def test_log_probabilities_wait_for_their_text() -> None:
@@ -202,3 +233,17 @@ def test_errors_have_the_form_of_the_api() -> None:
         "error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "c"}
     }
     assert BadRequest("seed", "wrong").body["error"]["type"] == "invalid_request_error"
+
+
+def test_what_an_error_says_is_without_the_op() -> None:
+    assert reason_of(ValueError("ChatTemplate.render: the template: no")) == "the template: no"
+    assert reason_of(ValueError("the template failed: no")) == "the template failed: no"
+
+
+@pytest.mark.parametrize("length", [150, 200, 201, 100_000])
+def test_no_error_repeats_more_than_200_characters(length: int) -> None:
+    message = "a" * (length - 9) + " expected"
+    error = BadRequest("prompt", message)
+    assert len(str(error)) <= 200 and str(error).endswith(" expected")
+    assert (str(error) == message) == (length <= 200)
+    assert error.body["error"]["message"] == str(error)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from lmdecode.serving.fields import Fields
+from lmdecode.serving.messages import read_messages
 from lmdecode.serving.text_model import TextModel
 from lmdecode.serving.tokenizer import Tokenizer
 from lmdecode.serving.writing import AnswerWriter
-from tests.serving.servers import NAME, call, events, load_model, post, served
+from tests.serving.servers import KJV, NAME, call, events, load_model, post, served
 
 PROMPT = "And the LORD spake unto Moses"
 
@@ -148,6 +150,108 @@ def test_chats_use_the_template(model: TextModel, port: int) -> None:
     assert tokens["count"] == got["usage"]["prompt_tokens"] == len(tokens["tokens"])
     back = post(port, "/detokenize", {"tokens": tokens["tokens"]})[1]
     assert back["content"] == rendered
+
+
+def test_what_clients_echo_in_messages_is_left_aside(port: int) -> None:
+    talk = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "He."},
+            {"role": "user", "content": "And?"}]  # fmt: skip
+    echoed = {"id": "msg_1", "metadata": {"a": [1]}, "refusal": None, "annotations": [], "x": {}}
+    rendered = [
+        post(port, "/tokenize", {"messages": messages})
+        for messages in (talk, [{**message, **echoed} for message in talk])
+    ]
+    assert rendered[0][0] == 200 and rendered[0] == rendered[1]
+    status, got = post(port, "/tokenize", {"messages": talk, "annotations": []})
+    assert status == 400 and got["error"]["param"] == "annotations", "of the request"
+
+
+def test_thoughts_of_a_message_have_any_of_their_names() -> None:
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        said = {"role": "assistant", "content": "He.", name: "Who was it?"}
+        (message,) = read_messages(Fields({"messages": [said]}))
+        assert message["reasoning_content"] == "Who was it?" and "thinking" not in message
+
+
+def test_system_messages_at_the_beginning_may_be_several(port: int) -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+        "{{ raise_exception('a system message must be at the beginning') }}{% endif %}"
+        "{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    )
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Be kind"},
+            {"role": "user", "content": "Who?"}]  # fmt: skip
+    model = TextModel.load(KJV, dtype="int8", name=NAME, chat_template=template)
+    with served(model) as other:
+        tokens = post(other, "/tokenize", {"messages": talk})[1]["tokens"]
+        text = post(other, "/detokenize", {"tokens": tokens})[1]["content"]
+        assert text == "system: Be brief.\n\nBe kind\nuser: Who?\n"
+        got = post(other, "/v1/chat/completions", {"messages": talk, "max_tokens": 2})
+        assert got[0] == 200 and got[1]["usage"]["prompt_tokens"] == len(tokens)
+        ask = {"messages": [*talk, talk[0]], "max_tokens": 2}
+        status, got = post(other, "/v1/chat/completions", ask)
+        assert status == 400 and got["error"]["param"] == "messages"
+        assert got["error"]["message"] == (
+            "messages: the chat template failed at messages[3] (system): "
+            "a system message must be at the beginning"
+        )
+    tokens = post(port, "/tokenize", {"messages": talk})[1]["tokens"]
+    text = post(port, "/detokenize", {"tokens": tokens})[1]["content"]
+    assert text.startswith("<s>system: Be brief.\nsystem: Be kind\n"), "a template that takes two"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_no_stop_text_ends_an_answer_before_min_tokens(port: int, path: str) -> None:
+    body = {"max_tokens": 24, "seed": 5, "n": 2}
+    body |= {"prompt": PROMPT} if path == "/v1/completions" else {
+        "messages": [{"role": "user", "content": "Speak"}]}  # fmt: skip
+
+    def texts(got: Any) -> list[str]:
+        parts = [c for body in (events(got) if isinstance(got, str) else [got])
+                 for c in body["choices"]]  # fmt: skip
+        return [
+            "".join(
+                c.get("text") or c.get("message", c.get("delta", {})).get("content") or ""
+                for c in parts if c["index"] == index
+            )
+            for index in range(2)
+        ]  # fmt: skip
+
+    whole = texts(post(port, path, body)[1])
+    for stream in (False, True):
+        ask = {**body, "stop": ["e", "a", " "], "stream": stream}
+        assert all(len(text) < 12 for text in texts(post(port, path, ask)[1]))
+        assert texts(post(port, path, {**ask, "min_tokens": 24})[1]) == whole
+        for text, all_of_it in zip(texts(post(port, path, {**ask, "min_tokens": 12})[1]), whole,
+                                   strict=True):  # fmt: skip
+            assert all_of_it.startswith(text) and len(text) > 20
+            assert all_of_it[len(text)] in "ea " and text != all_of_it
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_each_piece_may_have_the_usage_so_far(port: int, path: str) -> None:
+    ask = {"max_tokens": 6, "stream": True, "seed": 1, "ignore_eos": True}
+    ask |= {"prompt": PROMPT} if path == "/v1/completions" else {
+        "messages": [{"role": "user", "content": "Speak"}]}  # fmt: skip
+    options = {"continuous_usage_stats": True}
+    got = events(post(port, path, {**ask, "stream_options": options})[1])
+    counts = [piece["usage"]["completion_tokens"] for piece in got]
+    assert counts == sorted(counts) and counts[-1] == 6 and got[-1]["choices"]
+    assert len({piece["usage"]["prompt_tokens"] for piece in got}) == 1
+    both = {**options, "include_usage": True}
+    last = events(post(port, path, {**ask, "stream_options": both})[1])[-1]
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 6
+    assert not any("usage" in piece for piece in events(post(port, path, ask)[1]))
+
+
+def test_slashes_that_clients_add_change_nothing(port: int) -> None:
+    models = call(port, "GET", "/v1/models")[1]
+    for path in ("/v1/models/", "//v1/models", "/v1//models//", "/v1/models?a=/b//"):
+        assert call(port, "GET", path)[:2] == (200, models)
+    assert call(port, "GET", f"/v1/models//{NAME}/")[1]["id"] == NAME
+    assert call(port, "GET", "//")[1] == call(port, "GET", "/")[1]
+    for path in ("//v1/completions", "/v1/completions/"):
+        assert post(port, path, {"prompt": "a", "max_tokens": 1})[0] == 200
+    assert call(port, "GET", "//v1/nothing//")[0] == 404
 
 
 def test_a_space_at_the_beginning_is_written() -> None:

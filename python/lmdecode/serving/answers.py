@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -78,26 +79,35 @@ class Envelope:
         return body
 
 
-def _token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
-    data = tokenizer.token_bytes(token)
-    return data.decode("utf-8", errors="replace"), list(data)
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)
 
 
 def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Return log-probabilities of a chat's tokens."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text, data = _token_text(tokenizer, token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": data}
+        data = tokenizer.token_bytes(token)
+        text = data.decode("utf-8", errors="replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
     content = [
         {
             **entry(item.token, item.logprob),
-            "top_logprobs": [entry(token, logprob) for token, logprob in item.top],
+            "top_logprobs": [entry(t, logprob) for t, logprob in item.top if t >= 0],
         }
         for item in items
     ]
     return {"content": content, "refusal": None}
+
+
+def _key(tokenizer: Tokenizer, token: int) -> str:
+    r"""Return the text of a token, or ``bytes:\xf0\x9f`` of one that is a part of a character."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{str(data)[2:-1]}"
 
 
 def completion_logprobs(
@@ -110,18 +120,31 @@ def completion_logprobs(
     tokenizer
         Of the model.
     items
-        Of these tokens.
+        Of these tokens. One whose log-probability is NaN has none.
     offsets
         Where the text of each begins.
+
+    Returns
+    -------
+    dict
+        ``top_logprobs`` has, of each token, the best ones and itself by their texts. Of tokens with
+        the same text it has the most probable one.
     """
-    texts = [_token_text(tokenizer, item.token)[0] for item in items]
-    top = [
-        {_token_text(tokenizer, t)[0]: max(logprob, -9999.0) for t, logprob in item.top}
-        for item in items
-    ]
+    lists: list[list[Any]] = [[], [], []]
+    for item in items:
+        key, logprob, top = _key(tokenizer, item.token), None, None
+        if not math.isnan(item.logprob):
+            logprob, top = _finite(item.logprob), dict[str, float]()
+            for token, of_token in (*item.top, (item.token, item.logprob)):
+                if token >= 0:  # there may be fewer than were asked for
+                    other = _key(tokenizer, token)
+                    top[other] = max(_finite(of_token), top.get(other, -math.inf))
+        for values, value in zip(lists, (key, logprob, top), strict=True):
+            values.append(value)
+    tokens, logprobs, tops = lists
     return {
-        "tokens": texts,
-        "token_logprobs": [max(item.logprob, -9999.0) for item in items],
-        "top_logprobs": top,
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": tops,
         "text_offset": list(offsets),
     }

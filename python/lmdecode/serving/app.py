@@ -21,12 +21,13 @@ from lmdecode.decoder.engine.engine import Engine
 from lmdecode.serving.chat import CHAT_PROMPT_FIELDS, Chat, prompt_of
 from lmdecode.serving.completions import Completion
 from lmdecode.serving.errors import RequestError, error_of_step
-from lmdecode.serving.fields import Fields, body_of
+from lmdecode.serving.fields import Fields, body_of, shown
 from lmdecode.serving.http import (
     EventStream,
     JSONAnswer,
     KeyCheck,
     OriginCheck,
+    PlainPaths,
     read_body,
     read_form,
     unless_gone,
@@ -113,7 +114,10 @@ class Application:
         if has_page:
             routes.append(self._route("/", self._page, "GET"))
         has_key = api_key is not None
-        middleware = [Middleware(OriginCheck, origins=tuple(cors_origins), has_key=has_key)]
+        middleware = [
+            Middleware(PlainPaths),
+            Middleware(OriginCheck, origins=tuple(cors_origins), has_key=has_key),
+        ]
         if cors_origins:
             middleware.append(
                 Middleware(
@@ -173,6 +177,8 @@ class Application:
     async def _completions(self, request: Request) -> Response:
         service, fields = self._ready(), await self._fields(request)
         completion = await Completion.of(fields, service)
+        if completion.is_scored:
+            await unless_gone(request.receive, completion.score())
         if completion.is_empty:
             body = completion.empty_body()
             if completion.job.parameters.stream:
@@ -227,7 +233,7 @@ class Application:
         for card in self._cards():
             if card["id"] == name:
                 return JSONAnswer(card)
-        message = f"there is no model {name!r}; expected {self.name!r}"
+        message = f"there is no model {shown(name)}; expected {self.name!r}"
         raise RequestError(404, message, "model", "model_not_found")
 
     def _cards(self) -> list[dict[str, Any]]:

@@ -198,7 +198,7 @@ class Chat:
         """Yield the bodies of pieces, as they come."""
         for answer in work.answers:
             delta = {"role": "assistant", "content": ""}
-            yield self.envelope.body([self._choice(answer, delta, None, None)], None)
+            yield self.envelope.body([self._choice(answer, delta, None, None)], work.usage_of_piece)
         async for answer, piece in work.pieces():
             message, is_last = self._message(answer), piece.finish_reason is not None
             deltas = message.push(piece.text, is_last) or [{}]
@@ -210,7 +210,7 @@ class Chat:
                 if is_last and delta is deltas[-1]:
                     choice["finish_reason"] = self._reason(piece, message)
                     choice["stop_reason"] = answer.writer.stop
-                yield self.envelope.body([choice], None)
+                yield self.envelope.body([choice], work.usage_of_piece)
                 logprobs = None
         if self.job.parameters.includes_usage:
             yield self.envelope.body([], work.usage)
@@ -291,7 +291,8 @@ async def prompt_of(
 
 def _template_variables(fields: Fields) -> dict[str, Any]:
     variables = dict(fields.object("chat_template_kwargs") or {})
-    reserved = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
+    reserved = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message",
+                "joins_systems"}  # fmt: skip
     for name in variables:
         if name in reserved or not name.isidentifier():
             raise BadRequest(

@@ -12,8 +12,8 @@ from lmdecode.serving.errors import BadRequest
 from lmdecode.serving.fields import Fields
 from lmdecode.serving.parameters import COMMON_FIELDS, MOST_LOGPROBS, check_names, read_parameters
 from lmdecode.serving.service import Service
-from lmdecode.serving.work import Answer, Job, Work
-from lmdecode.serving.writing import Piece
+from lmdecode.serving.work import Job, Work
+from lmdecode.serving.writing import AnswerWriter, Piece
 
 __all__ = ["Completion"]
 
@@ -31,15 +31,18 @@ class Completion:
     ----------
     job : Job
         For the service.
-    echoes : list of str or None
-        Texts of the prompts, if they are part of the answers.
+    echoes : list of Piece
+        What answers begin with, one for each prompt: its text, if it is to be part of the answers.
+    is_scored : bool
+        Whether log-probabilities of the prompts' tokens are asked for: see ``score``.
     is_empty : bool
         Whether no token is asked for: the prompts are the answers.
     """
 
     service: Service
     job: Job
-    echoes: list[str] | None
+    echoes: list[Piece]
+    is_scored: bool
     is_empty: bool
     envelope: Envelope
 
@@ -61,8 +64,10 @@ class Completion:
             raise BadRequest("best_of", f"best_of is {best_of}; expected n, {parameters.n}")
         logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
         does_echo = fields.boolean("echo")
-        if does_echo and logprobs is not None:
-            raise BadRequest("echo", "echo is true; expected false with logprobs")
+        is_scored = does_echo and logprobs is not None
+        if is_scored and not service.is_causal:
+            raise BadRequest("echo", "echo is true; expected false with logprobs: the model reads "
+                             "prompts by an encoder, which foretells no tokens")  # fmt: skip
         given = fields.get("prompt")
         count = len(given) if _are_several(given) else 1
         service.check_room(parameters.n * count, "prompt" if count > 1 else "n")
@@ -72,52 +77,68 @@ class Completion:
         if is_empty and not does_echo:
             raise BadRequest("max_tokens", "max_tokens is 0; expected at least 1, or echo with it")
         most = service.max_tokens_of("prompt", prompts, asked or None, _DEFAULT_TOKENS)
-        echoes = None
+        echoes = [Piece() for _ in prompts]
         if does_echo:
             texts = given if isinstance(given, list) and len(given) == len(prompts) else [given]
             echoes = [
-                text if isinstance(text, str) else model.tokenizer.decode(prompt)
+                Piece(text if isinstance(text, str) else model.tokenizer.decode(prompt))
                 for text, prompt in zip(texts, prompts, strict=False)
             ]
         grammar = await service.grammar_of(fields)
         job = Job(prompts, most, parameters, logprobs, grammar, goes_on=service.is_causal)
         envelope = Envelope("text_completion", "cmpl", service.name, service.fingerprint)
-        return cls(service, job, echoes, is_empty, envelope)
+        return cls(service, job, echoes, is_scored, is_empty, envelope)
 
-    def _choice(self, answer: Answer, text: str, piece: Piece) -> dict[str, Any]:
-        logprobs = None
+    async def score(self) -> None:
+        """Give what the answers begin with its log-probabilities.
+
+        Raises
+        ------
+        RequestError
+            See ``Service.scores_of``.
+        """
+        scores = await self.service.scores_of(self.job.prompts, self.job.logprobs or 0)
+        for echo, items in zip(self.echoes, scores, strict=True):
+            writer = AnswerWriter(self.service.model.tokenizer)
+            echo.logprobs = items
+            echo.offsets = writer.push(items).offsets + writer.finish().offsets
+
+    def _choice(
+        self, index: int, piece: Piece, stop: str | None = None, *, begins: bool = True
+    ) -> dict[str, Any]:
+        """Return a piece of an answer, or all of it; ``begins``: what it begins with is in front.
+
+        Log-probabilities are there, if asked for, of the tokens of both.
+        """
+        echo, logprobs = self.echoes[index // self.job.parameters.n], None
+        before = echo if begins else Piece()
         if self.job.logprobs is not None:
             logprobs = completion_logprobs(
-                self.service.model.tokenizer, piece.logprobs, piece.offsets
+                self.service.model.tokenizer,
+                before.logprobs + piece.logprobs,
+                before.offsets + [len(echo.text) + offset for offset in piece.offsets],
             )
         choice: dict[str, Any] = {
-            "index": answer.index,
-            "text": text,
+            "index": index,
+            "text": before.text + piece.text,
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
         }
-        if piece.finish_reason is not None and answer.writer.stop is not None:
-            choice["stop_reason"] = answer.writer.stop
+        if piece.finish_reason is not None and stop is not None:
+            choice["stop_reason"] = stop
         return choice
-
-    def _echo(self, index: int) -> str:
-        per_prompt = self.job.parameters.n
-        return "" if self.echoes is None else self.echoes[index // per_prompt]
 
     def empty_body(self) -> dict[str, Any]:
         """Return the answer to a request of no token."""
-        n = self.job.parameters.n
-        choices = [
-            {"index": i, "text": self._echo(i), "logprobs": None, "finish_reason": "length"}
-            for i in range(n * len(self.job.prompts))
-        ]
+        count = self.job.parameters.n * len(self.job.prompts)
+        choices = [self._choice(i, Piece(finish_reason="length")) for i in range(count)]
         return self.envelope.body(choices, Usage(sum(map(len, self.job.prompts))))
 
     async def whole(self, work: Work) -> dict[str, Any]:
         """Return the body of all answers, when they have ended."""
         pieces = await work.wholes()
         choices = [
-            self._choice(answer, self._echo(answer.index) + piece.text, piece)
+            self._choice(answer.index, piece, answer.writer.stop)
             for answer, piece in zip(work.answers, pieces, strict=True)
         ]
         return self.envelope.body(choices, work.usage)
@@ -126,12 +147,10 @@ class Completion:
         """Yield the bodies of pieces, as they come."""
         begun: set[int] = set()
         async for answer, piece in work.pieces():
-            text = piece.text
-            if answer.index not in begun:
-                begun.add(answer.index)
-                text = self._echo(answer.index) + text
-            choice = self._choice(answer, text, piece)
-            yield self.envelope.body([choice], None)
+            begins = answer.index not in begun
+            begun.add(answer.index)
+            choice = self._choice(answer.index, piece, answer.writer.stop, begins=begins)
+            yield self.envelope.body([choice], work.usage_of_piece)
         if self.job.parameters.includes_usage:
             yield self.envelope.body([], work.usage)
 

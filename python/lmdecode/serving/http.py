@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from ipaddress import ip_address
@@ -24,6 +25,7 @@ __all__ = [
     "JSONAnswer",
     "KeyCheck",
     "OriginCheck",
+    "PlainPaths",
     "read_body",
     "read_form",
     "unless_gone",
@@ -187,6 +189,28 @@ class EventStream(Response):
             await event(_json(error_of_step(error).body))
         await event(b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class PlainPaths:
+    """Takes a path with slashes twice, or with one at its end, as the path without.
+
+    Clients put them there where they join an address that ends with a slash.
+
+    Parameters
+    ----------
+    app
+        The application behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        if scope["type"] == "http":
+            path = re.sub("/+", "/", scope["path"])
+            scope = {**scope, "path": path.removesuffix("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 class KeyCheck:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmdecode._checks import MAX_INT
-from lmdecode.serving.errors import BadRequest, RequestError
+from lmdecode.serving.errors import BadRequest, RequestError, reason_of
 from lmdecode.serving.fields import Fields, shown
 from lmdecode.serving.grammar_request import GRAMMAR_FIELDS
 from lmdecode.serving.tokenizer import Tokenizer
@@ -80,8 +80,9 @@ class Parameters:
         Whether the answer has the text that ended it.
     skips_special : bool
         Whether special tokens are left out of the text.
-    stream, includes_usage : bool
-        Whether the answer comes in pieces, and whether the last of them has the usage.
+    stream, includes_usage, repeats_usage : bool
+        Whether the answer comes in pieces, whether the last of them has the usage, and whether each
+        has the usage so far.
     """
 
     arguments: dict[str, Any]
@@ -93,6 +94,7 @@ class Parameters:
     skips_special: bool
     stream: bool
     includes_usage: bool
+    repeats_usage: bool
 
     def seed_of(self, index: int) -> int | None:
         """Return the seed of an answer."""
@@ -124,7 +126,7 @@ def _words(fields: Fields, name: str, tokenizer: Tokenizer) -> list[list[int]]:
         try:
             words.append(tokenizer.encode(text, add_special_tokens=False))
         except (TypeError, ValueError) as error:
-            raise BadRequest(name, f"{name} has {shown(text)}: {error}") from error
+            raise BadRequest(name, f"{name} has {shown(text)}: {reason_of(error)}") from error
         if not words[-1]:
             raise BadRequest(name, f"{name} has {shown(text)}, which has no token")
     return words
@@ -255,13 +257,16 @@ def read_parameters(
         seed = None
     stream = fields.boolean("stream")
     options = fields.object("stream_options")
-    includes_usage = False
+    includes_usage = repeats_usage = False
     if options is not None:
         if not stream:
             raise BadRequest("stream_options", "stream_options is given; expected stream with it")
         of_stream = Fields(options)
-        check_names(of_stream, ("include_usage", "include_obfuscation"), {})
+        check_names(
+            of_stream, ("include_usage", "include_obfuscation", "continuous_usage_stats"), {}
+        )
         includes_usage = of_stream.boolean("include_usage")
+        repeats_usage = of_stream.boolean("continuous_usage_stats")
     return Parameters(
         arguments,
         n,
@@ -272,4 +277,5 @@ def read_parameters(
         fields.boolean("skip_special_tokens", True),
         stream,
         includes_usage,
+        repeats_usage,
     )

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmdecode.decoder.engine.engine import Engine
-from lmdecode.decoder.engine.request import Request
-from lmdecode.serving.errors import BadRequest, RequestError, error_of_engine
+from lmdecode.decoder.engine.request import Request, TokenLogprob
+from lmdecode.decoder.worker_threads import release_worker_threads
+from lmdecode.quality import token_logprobs
+from lmdecode.serving.errors import BadRequest, RequestError, error_of_engine, reason_of
 from lmdecode.serving.fields import Fields
 from lmdecode.serving.grammar import CompiledGrammar, GrammarCompiler
 from lmdecode.serving.grammar_request import GRAMMAR_FIELDS, FieldError, grammar_of_body
@@ -55,6 +57,7 @@ class Service:
     store: Any = None
     tally: Tally = field(default_factory=Tally)
     _num_coming: int = 0  # answers that have room and are not submitted yet
+    _scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         decoder: Any = self.model.decoding.decoder
@@ -152,12 +155,12 @@ class Service:
             raise self._too_long("messages", f"{size} characters", self.context)
 
         def render() -> str:
-            return template.render(messages, **variables)
+            return template.render(messages, joins_systems=True, **variables)
 
         try:
             return render() if size < _LONG_TEXT else await asyncio.to_thread(render)
         except (RecursionError, TypeError, ValueError) as error:
-            raise BadRequest("messages", f"the chat template refuses them: {error}") from error
+            raise BadRequest("messages", f"messages: {reason_of(error)}") from error
 
     async def tokens_of(
         self, name: str, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -181,7 +184,7 @@ class Service:
         try:
             return await asyncio.to_thread(encode) if is_long else encode()
         except (TypeError, ValueError) as error:
-            raise BadRequest(name, f"{name} is no text: {error}") from error
+            raise BadRequest(name, f"{name} is no text: {reason_of(error)}") from error
 
     def _too_long(self, name: str, what: str, most: int) -> BadRequest:
         return BadRequest(
@@ -273,10 +276,49 @@ class Service:
                     keeps_stop=parameters.keeps_stop,
                     skips_special=parameters.skips_special,
                     kept_special_ids=job.kept_special_ids,
+                    min_tokens=parameters.arguments["min_tokens"],
                     behind=request.prompt_ids[-1:] if job.goes_on else (),
                 )
                 answers.append(Answer(len(answers), request, writer, beam, ends, job.max_tokens))
         return Work(self.tally, job, requests, answers)
+
+    async def scores_of(
+        self, prompts: Sequence[Sequence[int]], num_top: int
+    ) -> list[list[TokenLogprob]]:
+        """Return the log-probabilities of the tokens of prompts, beside the event loop.
+
+        The engine does not keep the logits of prompts: they are read for themselves, one at a time.
+
+        Parameters
+        ----------
+        prompts
+            Tokens of each.
+        num_top
+            Number of best tokens beside each one.
+
+        Raises
+        ------
+        BadRequest
+            A token is none of the model's.
+        RequestError
+            Status 429: too many requests wait.
+        """
+
+        def score(prompt: Sequence[int]) -> list[TokenLogprob]:
+            try:
+                return token_logprobs(self.model.decoding, prompt, num_top)
+            finally:
+                release_worker_threads()  # they would slow the engine's
+
+        self.check_room(len(prompts), waits=True)
+        self._num_coming += len(prompts)
+        try:
+            async with self._scoring:
+                return [await asyncio.to_thread(score, prompt) for prompt in prompts]
+        except ValueError as error:
+            raise error_of_engine(error, {"ids": "prompt"}) from error
+        finally:
+            self._num_coming -= len(prompts)
 
     def check_room(self, count: int, name: str = "n", *, waits: bool = False) -> None:
         """Raise an error for more answers than there may be at once, or than there is room for now.

@@ -236,6 +236,11 @@ class Work:
                 task.cancel()
 
     @property
+    def usage_of_piece(self) -> Usage | None:
+        """``usage``, if each piece of a stream is to have it."""
+        return self.usage if self._job.parameters.repeats_usage else None
+
+    @property
     def usage(self) -> Usage:
         """Counts of tokens so far. A prompt counts once, whatever its number of answers."""
         per_prompt = len(self._requests) // len(self._job.prompts)

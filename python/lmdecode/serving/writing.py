@@ -25,7 +25,7 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
         self._stops, self._keeps_stop = tuple(stops), keeps_stop
-        self._held = ""
+        self._held, self._num_free = "", 0  # characters at its beginning in which no text may end
         self.found: str | None = None
 
     @property
@@ -33,15 +33,28 @@ class StopFinder:
         """Whether there is any such text."""
         return bool(self._stops)
 
-    def push(self, text: str) -> str:
-        """Return what is certain to be part of the text. What may begin a stop text is held."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Return what is certain to be part of the text. What may begin a stop text is held.
+
+        Parameters
+        ----------
+        text
+            What comes next.
+        may_end
+            Whether a stop text that ends in it ends the whole.
+        """
         if not self._stops:
             return text
         if self.found is not None:
             return ""
         text = self._held + text
+        free = self._num_free if may_end else len(text)
         at, stop = min(
-            ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0),
+            (
+                (at, stop)
+                for stop in self._stops
+                if (at := text.find(stop, max(0, free + 1 - len(stop)))) >= 0
+            ),
             default=(-1, None),
             key=lambda found: (found[0], -len(found[1] or "")),
         )
@@ -57,7 +70,7 @@ class StopFinder:
             ),
             default=0,
         )
-        self._held = text[len(text) - held :]
+        self._held, self._num_free = text[len(text) - held :], max(0, free - len(text) + held)
         return text[: len(text) - held]
 
     def finish(self) -> str:
@@ -101,6 +114,8 @@ class AnswerWriter:
         Whether special tokens are left out.
     kept_special_ids
         Special tokens that are written all the same, such as those around calls of tools.
+    min_tokens : int
+        Number of tokens in whose text no stop text may end.
     behind : sequence of int
         Last tokens of a text that the answer goes on with: a space at its beginning is written.
     """
@@ -113,6 +128,7 @@ class AnswerWriter:
         keeps_stop: bool = False,
         skips_special: bool = True,
         kept_special_ids: Collection[int] = (),
+        min_tokens: int = 0,
         behind: Sequence[int] = (),
     ) -> None:
         self._stream = tokenizer.stream(
@@ -120,7 +136,7 @@ class AnswerWriter:
         )
         if behind:
             self._stream.push(behind)
-        self._stops = StopFinder(stops, keeps_stop)
+        self._stops, self._min_tokens = StopFinder(stops, keeps_stop), min_tokens
         # Where the text of a token begins and ends, for those whose text is not certain yet.
         self._waiting: deque[tuple[int, int, TokenLogprob]] = deque()
         self._read = self._written = 0
@@ -146,8 +162,7 @@ class AnswerWriter:
             begin, self._read = self._read, self._read + len(text)
             if not isinstance(item, int):
                 self._waiting.append((begin, self._read, item))
-            certain = self._stops.push(text)
-            texts.append(certain)
+            texts.append(self._until_stop(text))
             if self._stops.found is not None:
                 break
         return self._piece("".join(texts))
@@ -156,7 +171,7 @@ class AnswerWriter:
         """Return what is left, at the end of the tokens."""
         if self._stops.found is not None:
             return Piece()
-        text = self._stops.push(self._stream.finish())
+        text = self._until_stop(self._stream.finish())
         if self._stops.found is None:
             text += self._stops.finish()
         piece = self._piece(text)
@@ -165,6 +180,9 @@ class AnswerWriter:
             piece.offsets += [begin for begin, _, _ in self._waiting]
             self._waiting.clear()
         return piece
+
+    def _until_stop(self, text: str) -> str:
+        return self._stops.push(text, may_end=self.num_tokens > self._min_tokens)
 
     def _piece(self, text: str) -> Piece:
         self._written += len(text)
