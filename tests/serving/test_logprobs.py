@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from lmdecode.decoder.engine.request import TokenLogprob
 from lmdecode.quality import token_logprobs
 from lmdecode.serving.answers import chat_logprobs, completion_logprobs
+from lmdecode.serving.errors import BadRequest, RequestError
+from lmdecode.serving.service import Service
 from lmdecode.serving.text_model import TextModel
 from tests.serving.servers import events, load_model, post, served
 
@@ -138,8 +141,19 @@ def test_a_prompt_without_text_has_log_probabilities(model: TextModel, port: int
     assert got["logprobs"]["token_logprobs"][1] < 0 and got["logprobs"]["text_offset"] == [0, 0]
 
 
-def test_prompts_that_are_read_count_as_requests(port: int) -> None:
+def test_prompts_that_are_read_count_as_requests(model: TextModel, port: int) -> None:
     ask = {"prompt": ["a"] * 6, "echo": True, "logprobs": 1, "max_tokens": 0}
     assert post(port, PATH, ask)[0] == 200
     status, got = post(port, PATH, {**ask, "prompt": ["a"] * 7})
     assert status == 400 and got["error"]["param"] == "prompt"
+    service = Service(model, model.decoding.engine(max_requests=1, capacity=64), "m", 1)
+
+    async def scored(*asked: list[list[int]]) -> list[Any]:
+        several = (service.scores_of(prompts, 0) for prompts in asked)
+        return list(await asyncio.gather(*several, return_exceptions=True))
+
+    first, second = asyncio.run(scored([[5, 6], [7]], [[8]]))
+    assert [len(items) for items in first] == [2, 1]
+    assert isinstance(second, RequestError) and second.status == 429
+    (error,) = asyncio.run(scored([[5], [99999]]))
+    assert isinstance(error, BadRequest) and error.param == "prompt", "and none is left"
