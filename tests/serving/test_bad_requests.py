@@ -69,7 +69,7 @@ OF_CHATS: dict[str, list[Any]] = {
         [{"role": "user", "content": "x", "images": ["x"]}],
         [{"role": "assistant", "content": "x", "prefix": True}],
         [{"role": "assistant", "content": "x", "function_call": {"name": "a"}}],
-        [{"role": "assistant", "content": "x", "reasoning": 5}],
+        [{"role": "assistant", "content": "x", "reasoning_content": 5}],
         [{"role": "user", "content": "w " * 9999}],
         TALK * 5000,
     ],

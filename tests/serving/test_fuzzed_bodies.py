@@ -63,13 +63,21 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "model": st.one_of(st.just("kjv"), texts),
     "prompt": st.one_of(texts, st.lists(texts, max_size=3), st.lists(numbers, max_size=4)),
     "messages": st.lists(
-        st.fixed_dictionaries({"role": roles}, optional={"content": contents, "name": texts}),
+        st.fixed_dictionaries(
+            {"role": roles},
+            optional={"content": contents, "name": texts, "id": anything, "reasoning": anything,
+                      "images": anything},
+        ),
         max_size=3,
     ),
     "max_tokens": small, "max_completion_tokens": small, "n": small, "num_beams": small,
     "temperature": numbers, "top_p": numbers, "top_k": numbers, "min_p": numbers, "seed": numbers,
     "stop": st.one_of(texts, st.lists(texts, max_size=3)), "stream": st.booleans(),
-    "stream_options": st.one_of(st.just({"include_usage": True}), anything),
+    "stream_options": st.one_of(
+        st.fixed_dictionaries({"include_usage": st.booleans()},
+                              optional={"continuous_usage_stats": st.booleans()}),
+        anything,
+    ),
     "logprobs": st.one_of(st.booleans(), numbers), "top_logprobs": numbers, "echo": st.booleans(),
     "logit_bias": st.dictionaries(st.integers(-1, 4100).map(str), numbers, max_size=4),
     "frequency_penalty": numbers, "presence_penalty": numbers,
@@ -126,7 +134,13 @@ talk = st.lists(
 )  # fmt: skip
 asked = st.one_of(
     *(
-        st.tuples(st.just("/v1/completions"), st.fixed_dictionaries({"prompt": prompt}))
+        st.tuples(
+            st.just("/v1/completions"),
+            st.fixed_dictionaries(
+                {"prompt": prompt},
+                optional={"echo": st.just(True), "logprobs": st.integers(0, 3)},
+            ),
+        )
         for prompt in (words, words, FIELDS["prompt"])
     ),
     *(

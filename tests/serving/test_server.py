@@ -170,6 +170,8 @@ def test_thoughts_of_a_message_have_any_of_their_names() -> None:
         said = {"role": "assistant", "content": "He.", name: "Who was it?"}
         (message,) = read_messages(Fields({"messages": [said]}))
         assert message["reasoning_content"] == "Who was it?" and "thinking" not in message
+    (message,) = read_messages(Fields({"messages": [{**said, "thinking": [1], "reasoning": {}}]}))
+    assert "reasoning_content" not in message, "of a client's own kind"
 
 
 def test_system_messages_at_the_beginning_may_be_several(port: int) -> None:

@@ -21,7 +21,7 @@ from lmdecode.decoder.engine.engine import Engine
 from lmdecode.serving.chat import CHAT_PROMPT_FIELDS, Chat, prompt_of
 from lmdecode.serving.completions import Completion
 from lmdecode.serving.errors import RequestError, error_of_step
-from lmdecode.serving.fields import Fields, body_of, shown
+from lmdecode.serving.fields import Fields, body_of
 from lmdecode.serving.http import (
     EventStream,
     JSONAnswer,
@@ -233,7 +233,7 @@ class Application:
         for card in self._cards():
             if card["id"] == name:
                 return JSONAnswer(card)
-        message = f"there is no model {shown(name)}; expected {self.name!r}"
+        message = f"there is no model {name!r}; expected {self.name!r}"
         raise RequestError(404, message, "model", "model_not_found")
 
     def _cards(self) -> list[dict[str, Any]]:

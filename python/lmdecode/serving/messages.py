@@ -20,7 +20,7 @@ _REFUSED = {
     "images": "the model reads text",
     "prefix": "expected continue_final_message, a field of the request",
 }
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_THOUGHTS = ("reasoning", "thinking")  # of other servers and clients, where they may be no text
 
 
 def _content(value: Any, where: str) -> str:
@@ -91,13 +91,16 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         message["content"] = ""
     else:
         message["content"] = _content(content, f"{where}.content")
-    for name in ("name", "tool_call_id", *_THOUGHTS):
+    for name in ("name", "tool_call_id", "reasoning_content"):
         text = value.get(name)
         if text is None:
             continue
         if not isinstance(text, str):
             raise BadRequest(where, f"{where}.{name} is {shown(text)}; expected a text")
-        message.setdefault("reasoning_content" if name in _THOUGHTS else name, text)
+        message[name] = text
+    for name in _THOUGHTS:
+        if isinstance(text := value.get(name), str):
+            message.setdefault("reasoning_content", text)
     return message
 
 
