@@ -89,7 +89,8 @@ def _logits(
         if not count:
             continue
         start = time.perf_counter()
-        logits = caches.forward(ids[at:end], torch.tensor([[0, count, 1, wanted]]), wanted)
+        entries = torch.tensor([[0, count, 1, wanted]], device="cpu")
+        logits = caches.forward(ids[at:end], entries, wanted)
         seconds += time.perf_counter() - start
         if wanted:
             yield logits, ids[at + 1 : end + 1], seconds
