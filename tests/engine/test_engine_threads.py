@@ -101,25 +101,41 @@ def test_a_request_that_is_dropped_is_cancelled(decoding: lmdecode.Decoding) -> 
     last = engine.submit([7], max_new_tokens=3, eos_token_id=())
     reader = iter(running)
     next(reader)
+    assert (engine.stats.running, engine.stats.waiting) == (1, 2)
     del running, waiting
     engine.step()
-    assert engine.stats[:2] == (1, 2)  # the reader has the one; the other one has no place
+    assert (engine.stats.running, engine.stats.waiting) == (1, 1)  # the reader has the first one
     del reader
     assert last.result().finish_reason == "length"
     assert engine.stats.new_tokens < 10 and is_whole(engine)
+
+
+class Held:
+    """A grammar of all tokens, at the second of which steps wait."""
+
+    def __init__(self) -> None:
+        self.goes_on, self._is_first = threading.Event(), True
+
+    def fill_bitmask(self, bitmask: torch.Tensor) -> None:
+        bitmask.fill_(-1)
+
+    def accept_token(self, token: int) -> None:
+        assert self._is_first or self.goes_on.wait(60)
+        self._is_first = False
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
 def test_a_task_that_is_cancelled_cancels_its_request(
     decoding: lmdecode.Decoding, has_thread: bool
 ) -> None:
-    engine = decoding.engine(max_requests=4, capacity=250)
+    engine, held = decoding.engine(max_requests=4, capacity=250), Held()
 
     async def read(request: Any) -> list[Any]:
         return [token async for token in request]
 
     async def cancel() -> tuple[Any, ...]:
-        requests = [engine.submit([token], **LONG) for token in (5, 6, 7, 8)]
+        requests = [engine.submit([5], grammar=held, **LONG)]
+        requests += [engine.submit([token], **LONG) for token in (6, 7, 8)]
         streamed, awaited, shared, shielded = requests
         other = asyncio.create_task(shared.wait())
         tasks = [asyncio.create_task(read(request)) for request in (streamed, shared)]
@@ -133,6 +149,7 @@ def test_a_task_that_is_cancelled_cancels_its_request(
         for task in tasks:
             with pytest.raises(asyncio.CancelledError):
                 await task
+        held.goes_on.set()
         return tuple(r.finish_reason for r in [await other, await kept, *map(end, requests)])
 
     def end(request: Any) -> Any:

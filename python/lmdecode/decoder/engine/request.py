@@ -140,6 +140,7 @@ class RequestState:
         self._driver = driver
         self._changed = threading.Condition()
         self._watchers: set[_Watcher] = set()
+        self._awaited: set[asyncio.Event] = set()  # by tasks, in this moment
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None
         self.beams: BeamResult | None = None
@@ -196,10 +197,7 @@ class RequestState:
 
     @contextlib.asynccontextmanager
     async def watched(self, *, until_end: bool) -> AsyncIterator[asyncio.Event]:
-        """Return an event that is set by new tokens and the end, or by the end alone.
-
-        If the task is cancelled meanwhile and no other one waits, the request is cancelled.
-        """
+        """Return an event that is set by new tokens and the end, or by the end alone."""
         changed = asyncio.Event()
         watcher = _Watcher(asyncio.get_running_loop(), changed, until_end)
         with self._changed:
@@ -207,20 +205,27 @@ class RequestState:
             self._is_heard = True
         try:
             yield changed
-        except asyncio.CancelledError:
-            if self._watchers == {watcher}:
-                self.cancel()
-            raise
         finally:
             with self._changed:
                 self._watchers.discard(watcher)
 
     async def next_step(self, changed: asyncio.Event) -> None:
-        """Wait for the event; without the engine's thread run a step."""
-        if self._driver.is_started:
-            await changed.wait()
-        else:
-            await asyncio.to_thread(self._driver.step)
+        """Wait for the event; without the engine's thread run a step.
+
+        If the task is cancelled meanwhile and no other one waits, the request is cancelled.
+        """
+        self._awaited.add(changed)
+        try:
+            if self._driver.is_started:
+                await changed.wait()
+            else:
+                await asyncio.to_thread(self._driver.step)
+        except asyncio.CancelledError:
+            if self._awaited == {changed}:
+                self.cancel()
+            raise
+        finally:
+            self._awaited.discard(changed)
 
     # ---- the engine's side
 
