@@ -1,22 +1,24 @@
-"""Arguments of the public functions: checks of numbers, flags and tensors; former names.
+"""Arguments of the public functions: checks of numbers, flags and tensors; former names; errors.
 
 Each check names the function, the argument, what came and what was expected.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "MAX_INT",
+    "Error",
     "check_bool",
     "check_choice",
     "check_count",
@@ -30,8 +32,10 @@ __all__ = [
     "former_names",
     "install_hint",
     "is_int",
+    "is_list",
     "is_real",
     "type_error",
+    "unknown_parameter",
 ]
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -40,9 +44,34 @@ _T = TypeVar("_T", bound=Callable[..., Any])
 MAX_INT = (1 << 63) - 1
 
 
+class Error(Exception):
+    """Base of the exceptions that lmdecode defines; each is what it was of Python's, too.
+
+    A wrong argument is a plain ValueError or TypeError.
+    """
+
+
 def type_error(op: str, name: str, value: object, expected: str) -> TypeError:
     """Return the error about an argument of a wrong type."""
     return TypeError(f"{op}: {name} is of type {type(value).__name__}; expected {expected}")
+
+
+def unknown_parameter(
+    op: str,
+    name: str,
+    known: Sequence[str],
+    others: Iterable[str] = (),
+    kind: str = "parameter",
+) -> TypeError:
+    """Return the error about a keyword that is not among the known ones.
+
+    It names the nearest of these and of the ``others``, arguments that the function names itself.
+    """
+    opposite = {"min": "max", "max": "min"}.get(name[:3], "*")
+    names = [other for other in (*others, *known) if not other.startswith(opposite)]
+    nearest = difflib.get_close_matches(name, names, 1, 0.7)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return TypeError(f"{op}: {name} is no {kind}; expected one of {', '.join(known)}{hint}")
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -75,6 +104,11 @@ def is_int(value: object) -> bool:
 def is_real(value: object) -> bool:
     """Whether a value is a real number, numpy's included; a bool is not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether a value is a list, a tuple, a range or another sequence; a text is not."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def check_int(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lmdecode
+from lmdecode.sampling import ops
 from lmdecode.sampling.types import DIALECTS
 from tests.support.op_contract import WrongCall, assert_refused, by_argument, wrong_calls
 
@@ -33,6 +34,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "position": [{"seed": 1, "position": 1.0}, {"seed": 1, "position": [1.0] * BATCH}],
     "generator": [1],
     "eps": ["0", None],
+    "greedy": [1, None],
     "return_logits": ["x", 2],
     "return_logprob": [1, None],
 }
@@ -94,6 +96,11 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "generator": [
         {"q": logits(), "generator": torch.Generator()},
         {"seed": 1, "generator": torch.Generator()},
+    ],
+    "greedy": [
+        {"q": logits(), "greedy": True},
+        {"seed": 1, "greedy": True},
+        {"generator": torch.Generator(), "greedy": True},
     ],
     "position": [
         {"seed": 1, "position": 2**64},
@@ -183,6 +190,38 @@ def test_a_failing_call_draws_nothing(wrong: WrongCall, device: torch.device) ->
     assert torch.equal(generator.get_state(), before)
 
 
+@wrong_calls(WRONG)
+def test_a_failing_call_draws_nothing_from_torchs_generator(wrong: WrongCall) -> None:
+    arguments = {"logits": logits(), **wrong[1]}
+    if "position" in arguments:
+        del arguments["seed"]
+    before = torch.get_rng_state()
+    with pytest.raises((ValueError, TypeError)):
+        lmdecode.top_k_top_p_sample(**arguments)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_failing_call_keeps_what_another_thread_has_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its draws would come again otherwise."""
+    send = ops.sent
+
+    def meanwhile(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+        torch.rand(1)
+        return send(tensor, device)
+
+    monkeypatch.setattr(ops, "sent", meanwhile)
+    torch.manual_seed(1)
+    with pytest.raises(ValueError, match="top_k"):
+        lmdecode.top_k_top_p_sample(logits(), top_k=rows(2, torch.int64, 2))
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    torch.randint(0, 2**63 - 1, (BATCH,))
+    torch.rand(1)
+    assert torch.equal(after, torch.get_rng_state())
+
+
 DRAWING: dict[str, Callable[[], Arguments]] = {
     "nothing": dict,
     "greedy": lambda: {"temperature": 0.0},
@@ -248,7 +287,7 @@ def test_out_tensors_are_written(device: torch.device) -> None:
     out = out_tensors(device)
     call_out(out, device)
     expected = lmdecode.top_k_top_p_sample(
-        logits().to(device), 3, 0.9, return_logits=True, return_logprob=True
+        logits().to(device), 3, 0.9, greedy=True, return_logits=True, return_logprob=True
     )
     for name, tensor in out.items():
         assert torch.equal(tensor, getattr(expected, name)), name

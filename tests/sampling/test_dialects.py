@@ -96,6 +96,7 @@ def test_transformers(vocab: int, device: torch.device) -> None:
             top_p,
             min_p=min_p,
             temperature=temperature,
+            greedy=True,
             return_logits=True,
             dialect="transformers",
         )
@@ -113,7 +114,7 @@ def test_transformers_top_p_zero_and_ties(device: torch.device) -> None:
     scores = torch.tensor([[1.0, 2.0, 2.0, 0.0], [3.0, 3.0, 3.0, 3.0]])
     expected = TopPLogitsWarper(0.0)(torch.zeros(2, 1, dtype=torch.int64), scores)
     out = lmdecode.top_k_top_p_sample(
-        scores.to(device), top_p=0.0, return_logits=True, dialect="transformers"
+        scores.to(device), top_p=0.0, greedy=True, return_logits=True, dialect="transformers"
     )
     assert out.kept_logits is not None
     np.testing.assert_array_equal(out.kept_logits.cpu(), expected)
@@ -242,6 +243,7 @@ def test_ascend(vocab: int, version: int, device: torch.device) -> None:
             top_k,
             top_p,
             None if q is None else q.to(device),
+            greedy=q is None,
             min_p=min_p,
             return_logits=True,
             dialect=f"ascend_v{version}",
@@ -289,6 +291,7 @@ def test_ascend_v2_probabilities(vocab: int, device: torch.device) -> None:
             top_k,
             top_p,
             min_p=min_p,
+            greedy=True,
             return_logits=True,
             dialect="ascend_v2_probabilities",
         )

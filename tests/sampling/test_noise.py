@@ -8,6 +8,7 @@ import torch
 
 import lmdecode
 from lmdecode.reference import exponential_noise, philox, token_noise
+from tests.support.cases import assert_same_bits
 
 WORD = 0xFFFFFFFF
 
@@ -170,6 +171,11 @@ def draw(device: torch.device, **arguments: object) -> np.ndarray:
     return lmdecode.top_k_top_p_sample(logits, **arguments).index.cpu().numpy()
 
 
+def draw_after(seed: int, device: torch.device) -> np.ndarray:
+    torch.manual_seed(seed)
+    return draw(device)
+
+
 def many_draws(device: torch.device) -> dict[str, np.ndarray]:
     count = torch.arange(DRAWS, device=device)
     one = torch.full((DRAWS,), 7, device=device)
@@ -180,6 +186,7 @@ def many_draws(device: torch.device) -> dict[str, np.ndarray]:
         "one seed": draw(device, seed=1234),
         "another seed": draw(device, seed=1235),
         "generator": draw(device, generator=torch.Generator(device).manual_seed(5)),
+        "torch's generator": draw_after(5, device),
         "diagonal": draw(device, seed=count, position=count),
     }
 
@@ -297,6 +304,36 @@ def test_a_generator_draws_one_seed_a_row(device: torch.device) -> None:
     for drawn in actual:
         seeds = torch.randint(0, 2**63 - 1, (6,), generator=generator, device=device)
         assert lmdecode.top_k_top_p_sample(logits, seed=seeds).index.tolist() == drawn
+
+
+def test_without_noise_of_its_own_a_call_draws_from_torchs_generator(device: torch.device) -> None:
+    """As torch.multinomial does, and ``Sampler``."""
+    logits = torch.zeros(6, 1000, device=device)
+    for arguments in ({}, {"temperature": 0.7}, {"top_k": torch.full((6,), 900, device=device)}):
+        torch.manual_seed(11)
+        drawn = [lmdecode.top_k_top_p_sample(logits, **arguments).index for _ in range(2)]
+        assert not torch.equal(*drawn)
+        torch.manual_seed(11)
+        for index in drawn:
+            seeds = torch.randint(0, 2**63 - 1, (6,), device=device)
+            again = lmdecode.top_k_top_p_sample(logits, seed=seeds, **arguments).index
+            assert torch.equal(again, index)
+        torch.manual_seed(11)
+        want = lmdecode.reference.top_k_top_p_sample(logits, **arguments).index
+        assert torch.equal(want, drawn[0])
+
+
+def test_a_greedy_call_has_no_noise_and_draws_nothing(device: torch.device) -> None:
+    logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0)).to(device)
+    options = {"top_k": 50, "return_logits": True, "return_logprob": True}
+    before = torch.get_rng_state()
+    greedy = lmdecode.top_k_top_p_sample(logits, greedy=True, **options)
+    assert_same_bits(greedy, lmdecode.top_k_top_p_sample(logits, seed=-1, **options))
+    assert torch.equal(greedy.index, logits.argmax(-1))
+    for zero in (0, 0.0, -0.0):
+        cold = lmdecode.top_k_top_p_sample(logits, temperature=zero)
+        assert torch.equal(cold.index, logits.argmax(-1))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_rows_of_a_batch_draw_independently(device: torch.device) -> None:

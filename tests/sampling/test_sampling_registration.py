@@ -1,5 +1,7 @@
 """The op of sampling in graphs of torch.compile and torch.export."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,38 @@ def test_compile_with_inductor() -> None:
 
     x, seeds = logits("dense"), torch.tensor([1, 2, 3])
     check_compiled(step, (x, seeds, torch.tensor([0, 0, 0])), (x, seeds, torch.tensor([1, 2, 3])))
+
+
+class Draw(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return lmdecode.top_k_top_p_sample(x, 900).index
+
+
+def assert_draws_from_torchs_generator(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.zeros(16, 1000)
+    torch.manual_seed(3)
+    drawn = [draw(x), draw(x)]
+    assert not torch.equal(*drawn)
+    torch.manual_seed(3)
+    assert torch.equal(draw(x), drawn[0])
+
+
+def test_graphs_without_a_seed_draw_as_calls_do() -> None:
+    x = torch.zeros(16, 1000)
+    exported = torch.export.export(Draw(), (x,)).module()
+    graphs = [torch.compile(Draw(), fullgraph=True, backend=b) for b in ("eager", "aot_eager")]
+    for draw in (*graphs, exported):
+        assert_draws_from_torchs_generator(draw)
+        torch.manual_seed(3)
+        first = draw(x)
+        torch.manual_seed(3)
+        assert torch.equal(Draw()(x), first)
+
+
+@pytest.mark.slow
+def test_inductor_draws_without_a_seed() -> None:
+    """By its own generator, which torch.manual_seed seeds."""
+    assert_draws_from_torchs_generator(torch.compile(Draw(), fullgraph=True))
 
 
 def test_compile_with_a_generator_is_not_possible() -> None:

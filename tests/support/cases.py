@@ -32,8 +32,15 @@ class SamplingCase:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def call(self, sample: Callable[..., SampleOutput], **changes: Any) -> SampleOutput:
-        """Call ``sample`` with the arguments of the case, some of them changed."""
-        return sample(self.logits, **{**self.arguments, **changes})
+        """Call ``sample`` with the arguments of the case, some of them changed.
+
+        A case without noise has no noise: ``greedy``.
+        """
+        arguments = {**self.arguments, **changes}
+        noise = ("q", "seed", "generator", "greedy")
+        if all(arguments.get(name) is None for name in noise):
+            arguments["greedy"] = True
+        return sample(self.logits, **arguments)
 
     def to(self, device: torch.device | str) -> SamplingCase:
         """Return the case with its tensors on another device (strides are kept for dense ones)."""

@@ -226,7 +226,7 @@ class _CaseMaker:
         """No noise, external noise, a seed or a seed for each row."""
         kind = self.choice.choice(("none", "q", "q", "seed", "seeds"))
         if kind == "none":
-            return {}
+            return {"greedy": True}
         if kind == "q":
             q = torch.empty(batch, vocab).exponential_(generator=self.generator)
             eps = 1e-8

@@ -310,6 +310,7 @@ def top_k_top_p_sample(
     seed: int | torch.Tensor | None = None,
     position: int | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
+    greedy: bool = False,
     eps: float = 1e-8,
     return_logits: bool = False,
     return_logprob: bool = False,
@@ -335,9 +336,12 @@ def top_k_top_p_sample(
         float or [B]; 0: the largest logit.
     seed, position
         int or [B] int64: internal noise is a function of (seed, position, token). A seed below 0:
-        no noise. An int seed gives every row its own, row 0 the seed itself.
+        no noise. An int seed gives every row its own, row 0 the seed itself. None: drawn, one a
+        row, unless there is ``q``, ``greedy``, or a number 0 as the temperature.
     generator
-        Draws one seed a row.
+        Draws these seeds; torch's own by default.
+    greedy
+        No noise.
     eps
         See ``q``.
     return_logits, return_logprob
@@ -353,6 +357,9 @@ def top_k_top_p_sample(
     assert set(DIALECT_RULES) == set(DIALECTS)
     rules = DIALECT_RULES[dialect]
     batch, vocab = logits.shape
+    is_greedy = not isinstance(temperature, torch.Tensor) and temperature == 0
+    if seed is None and generator is None and q is None and not greedy and not is_greedy:
+        seed = torch.randint(0, 2**63 - 1, (batch,), device=logits.device)
     p, low = _float_rows(top_p, batch, 1.0), _float_rows(min_p, batch, 0.0)
     if rules.round_to_logits:
         p, low = _round_to(logits.dtype, p), _round_to(logits.dtype, low)

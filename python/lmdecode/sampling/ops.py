@@ -15,6 +15,7 @@ from lmdecode._checks import (
     check_layout,
     check_number,
     dtype_name,
+    is_list,
     type_error,
 )
 from lmdecode._ops import ops
@@ -41,7 +42,7 @@ def row_seed(seed: _Ints, row: _Ints) -> _Ints:
 
 def row_tensor(
     name: str,
-    values: list[Any] | tuple[Any, ...],
+    values: Sequence[Any],
     dtype: torch.dtype,
     device: torch.device,
     dialect: str = "lmdecode",
@@ -109,7 +110,7 @@ def _split(
             return value, None
     elif type(value) is int:
         return value, None
-    if isinstance(value, (list, tuple)):
+    if is_list(value):
         return off, row_tensor(name, value, dtype, logits.device, dialect)
     if dtype.is_floating_point:
         return check_number(_OP, name, value, kind="a number, a tensor, a list or None"), None
@@ -139,6 +140,11 @@ def _seeds(seed: Any, logits: Tensor) -> tuple[int, Tensor | None]:
     return -1, rows
 
 
+def _draw(generator: torch.Generator, rows: int) -> Tensor:
+    """Return [rows] int64 seeds."""
+    return torch.randint(0, MAX_INT, (rows,), generator=generator, device=generator.device)
+
+
 def top_k_top_p_sample(
     logits: Tensor,
     top_k: int | Sequence[int] | Tensor | None = None,
@@ -150,6 +156,7 @@ def top_k_top_p_sample(
     seed: int | Sequence[int] | Tensor | None = None,
     position: int | Sequence[int] | Tensor | None = None,
     generator: torch.Generator | None = None,
+    greedy: bool = False,
     eps: float = 1e-8,
     return_logits: bool = False,
     return_logprob: bool = False,
@@ -158,10 +165,10 @@ def top_k_top_p_sample(
     """Sample one token a row from filtered logits, exactly and reproducibly.
 
     A row is divided by its temperature; top-k, top-p and min-p each keep a prefix of the order
-    "value descending, then index ascending"; of what is kept one token is drawn, or, without noise,
-    the first is taken. The result of a row depends on nothing but the row and its parameters:
-    not on the batch, the thread count or the CPU's vector width (CUDA: the same by design,
-    emulated, not yet run on a GPU).
+    "value descending, then index ascending"; of what is kept one token is drawn. The result of a
+    row depends on nothing but the row and its parameters, its seed among them: not on the batch,
+    the thread count or the CPU's vector width (CUDA: the same by design, emulated, not yet run on a
+    GPU).
 
     Parameters
     ----------
@@ -185,14 +192,16 @@ def top_k_top_p_sample(
     temperature : float, list of float or Tensor, optional
         Divides the logits before everything else. 0: the largest logit of the row, without noise.
     seed : int, list of int or Tensor, optional
-        Switches on internal noise, a function of (seed, position, token id) alone; without it, q
-        and generator there is none, and the most probable kept token is taken. A list or a tensor
-        has one a row, < 0: no noise in that row. One number gives row ``i`` the seed
+        The noise is a function of (seed, position, token id) alone. Without a seed, ``q`` and
+        ``greedy``, each row draws one from torch's default generator of the logits' device. A list
+        or a tensor has one a row, < 0: no noise in that row. One number gives row ``i`` the seed
         ``(seed + i * 0x9E3779B97F4A7C15) mod 2^63``.
     position : int, list of int or Tensor, optional
         int64, the second part of the noise counter, 0 by default: count it up from token to token.
     generator : torch.Generator, optional
-        Draws a seed for each row, in place of ``seed``.
+        Draws the seeds in place of torch's default generator.
+    greedy : bool
+        No noise: the most probable kept token of each row is taken.
     eps : float
         See ``q``; >= 0.
     return_logits, return_logprob : bool
@@ -245,6 +254,7 @@ def top_k_top_p_sample(
             raise ValueError(f"{_OP}: q and {other} were both given; expected one source of noise")
     if type(eps) is not float:
         eps = check_number(_OP, "eps", eps)
+    check_bool(_OP, "greedy", greedy)
     check_bool(_OP, "return_logits", return_logits)
     check_bool(_OP, "return_logprob", return_logprob)
     if generator is not None:
@@ -254,6 +264,12 @@ def top_k_top_p_sample(
             )
         if not isinstance(generator, torch.Generator):
             raise type_error(_OP, "generator", generator, "a torch.Generator")
+    if greedy:
+        for name, value in (("q", q), ("seed", seed), ("generator", generator)):
+            if value is not None:
+                raise ValueError(
+                    f"{_OP}: greedy is True and {name} was given; expected no source of noise"
+                )
     place, places = 0, None
     if position is not None:
         number, places = _split("position", position, 0, torch.int64, logits, "")
@@ -267,14 +283,22 @@ def top_k_top_p_sample(
             )
         )  # fmt: skip
 
+    if seed is not None:
+        return call(*_seeds(seed, logits))
     if generator is None:
-        return call(*((-1, None) if seed is None else _seeds(seed, logits)))
-    state = generator.get_state()
+        if greedy or q is not None or (t_rows is None and t == 0.0):
+            return call(-1, None)
+        if logits.device.type != "cpu" or torch.compiler.is_compiling():
+            # On the device, without a wait: a CUDA graph draws anew at each replay.
+            return call(-1, torch.randint(0, MAX_INT, (logits.size(0),), device=logits.device))
+    drawing = torch.default_generator if generator is None else generator
+    before, seeds = drawing.get_state(), _draw(drawing, len(logits))
     try:
-        seeds = torch.randint(
-            0, MAX_INT, (logits.size(0),), generator=generator, device=generator.device
-        )
         return call(-1, sent(seeds, logits.device))
     except Exception:
-        generator.set_state(state)  # a call that fails draws nothing
+        # A call that fails draws nothing. What another thread has drawn meanwhile stays drawn.
+        again = torch.Generator(drawing.device).set_state(before)
+        _draw(again, len(logits))
+        if torch.equal(again.get_state(), drawing.get_state()):
+            drawing.set_state(before)
         raise

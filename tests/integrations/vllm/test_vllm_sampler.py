@@ -175,7 +175,7 @@ def test_filters_are_those_of_the_dialect_vllm(make: Any) -> None:
     p = torch.tensor([0.3, 0.9, 1.0, 0.6, 0.99] * 8)
     for top_k, top_p in ((None, None), (k, None), (None, p), (k, p)):
         expected = lmdecode.top_k_top_p_sample(
-            logits, top_k, top_p, return_logits=True, dialect="vllm"
+            logits, top_k, top_p, greedy=True, return_logits=True, dialect="vllm"
         ).kept_logits
         tokens, kept = make("processed_logits").forward(logits.clone(), {}, top_k, top_p)
         assert torch.equal(kept, expected)

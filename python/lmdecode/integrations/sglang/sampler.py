@@ -51,7 +51,7 @@ def draw(
         top_k = top_k.clamp(max=vocab).long()
     if top_k is not None and top_p is not None:
         # Both keep the most probable tokens: the smaller number of them passes both.
-        count = top_k_top_p_sample(logits, top_p=top_p.float()).kept_count
+        count = top_k_top_p_sample(logits, top_p=top_p.float(), greedy=True).kept_count
         top_k, top_p = torch.minimum(top_k, count.long()), None
     if seed is None:
         seed = torch.randint(0, MAX_INT, (len(probs),), dtype=torch.int64, device="cpu")

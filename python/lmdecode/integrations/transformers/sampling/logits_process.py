@@ -135,8 +135,9 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
             If ``scores`` is not [B, V].
         """
         filtered = top_k_top_p_sample(
-            as_op_logits(scores), **self.stages(), return_logits=True, dialect="transformers"
-        )
+            as_op_logits(scores), **self.stages(), greedy=True, return_logits=True,
+            dialect="transformers",
+        )  # fmt: skip
         kept_logits = filtered.kept_logits
         assert kept_logits is not None  # it was asked for
         has_nan = (filtered.status & STATUS_NAN).to(torch.bool)
