@@ -240,10 +240,15 @@ class Decoding(PackedDecoding):
     @property
     def model_class(self) -> str | None:
         """Name of the class of transformers that the model is of, None where there is no model."""
-        known = self._saved.model_class if self._model is None and self._saved is not None else None
+        known = self._kind()
         if known is None and self.model is not None:
             known = type(self.model).__name__
         return known
+
+    def _kind(self) -> str | None:
+        if self._model is not None:
+            return type(self._model).__name__
+        return None if self._saved is None else self._saved.model_class
 
     def _request_of_config(self, prompt_ids: Any, generation_config: Any) -> BeamRequest:
         from lmdecode.integrations.transformers.decoding.requests import request_of_config

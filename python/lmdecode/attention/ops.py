@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +26,32 @@ __all__ = [
     "sliding_window_decode",
     "swa_mask",
 ]
+
+
+class DecodeOptions(TypedDict, total=False):
+    """What ``sliding_window_decode`` takes beside its tensors and ``return_lse``."""
+
+    window: int | None
+    window_right: int | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    q_positions: Tensor | None
+    kv_lengths: Tensor | None
+    key_padding_mask: Tensor | None
+    block_table: Tensor | None
+    indirection: Tensor | None
+
+
+class AttentionOptions(DecodeOptions, total=False):
+    """What ``sliding_window_attention`` takes beside its tensors and ``return_lse``."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    attn_mask: Tensor | None
+    mask_convention: str
+
 
 _sliding_window_attention = ops.sliding_window_attention.default
 _sliding_window_decode = ops.sliding_window_decode.default
@@ -120,6 +147,39 @@ def _window_and_scale(
         _number(op, "scale", scale),
         float(softcap or 0.0),
     )
+
+
+@overload
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def sliding_window_attention(
@@ -257,6 +317,39 @@ def sliding_window_attention(
         bool(return_lse),
     )
     return (out, lse) if return_lse else out
+
+
+@overload
+def sliding_window_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[DecodeOptions],
+) -> Tensor: ...
+
+
+@overload
+def sliding_window_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sliding_window_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[DecodeOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def sliding_window_decode(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,16 @@ __all__ = ["RingKVCache", "RingSnapshot"]
 # Default number of spare slots of a ring: the maximum number of tokens that can be rolled back, or
 # of a chunk that is written before attention reads it.
 _SPARE = 63
+
+
+class RingOptions(TypedDict, total=False):
+    """What ``RingKVCache.attend`` takes beside its tensors and ``return_lse``."""
+
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    key_padding_mask: Tensor | None
 
 
 class RingSnapshot(NamedTuple):
@@ -325,6 +335,39 @@ class RingKVCache:
         """Return whether the next ``num_tokens`` can be written before attention reads them."""
         first = self._window_start(self.num_tokens + 1)
         return first >= self.num_tokens + num_tokens - self.capacity
+
+    @overload
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[RingOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[RingOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        return_lse: bool,
+        **options: Unpack[RingOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def attend(
         self,

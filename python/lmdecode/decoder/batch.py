@@ -100,6 +100,9 @@ class DecodingBatch:
         self._finished: list[BeamResult] = []
         self._ids = RequestIds()  # of both
 
+    def __repr__(self) -> str:
+        return f"{_OP}({len(self._running)} requests running, {self.free_places} free places)"
+
     @property
     def running(self) -> tuple[Hashable, ...]:
         """The requests that have not ended."""

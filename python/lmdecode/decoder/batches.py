@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 from lmdecode._checks import former_names
 from lmdecode.beam.engine.request import BeamRequest
@@ -36,6 +36,24 @@ class Batches:
     model: Any
     encoder: Any
     cache_dtype: str
+
+    @overload
+    def batch(
+        self, *, max_requests: int, capacity: int, max_step_tokens: int = 512
+    ) -> CausalBatch: ...
+
+    @overload
+    def batch(
+        self,
+        *,
+        max_requests: int,
+        capacity: int,
+        num_beams: int,
+        source: int,
+        max_end_tokens: int = 4,
+        max_suppressed: int = 64,
+        generation_config: Any = None,
+    ) -> DecodingBatch: ...
 
     def batch(
         self,

@@ -113,6 +113,12 @@ class CausalBatch:
         self._free = list(range(max_requests - 1, -1, -1))
         self._numbers = itertools.count()
 
+    def __repr__(self) -> str:
+        return (
+            f"{_OP}({len(self._running)} sequences running, {len(self._free)} free places of "
+            f"{self._capacity} tokens)"
+        )
+
     @property
     def running(self) -> tuple[Hashable, ...]:
         """The sequences that have been added and not removed."""

@@ -89,6 +89,25 @@ class PackedDecoding(Batches):
         else:
             self.decoder = PackedDecoder(config, weights, held_as)
 
+    def __repr__(self) -> str:
+        is_causal = isinstance(self.decoder, PackedCausalModel)
+        kind = self._kind() or ("decoder-only" if is_causal else "encoder-decoder")
+        parts = [
+            kind,
+            f"{self.config.num_layers} layers",
+            f"{self.config.vocab_size} tokens",
+            f"{self.decoder.weight_format} weights",
+        ]
+        if is_causal:
+            parts.append(f"{self.cache_dtype} caches")
+        if isinstance(self.decoder, DeviceDecoder):
+            parts.append(f"on {self.decoder.device}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _kind(self) -> str | None:
+        """Return the name of the model's class, None where it is not known yet."""
+        return None
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the packed model, so that ``load`` need not pack it again.
 

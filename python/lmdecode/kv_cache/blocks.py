@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_int, is_int, type_error
+from lmdecode._checks import Error, check_int, is_int, type_error
 from lmdecode._ops import ops
 from lmdecode._upload import sent
 
@@ -23,7 +23,7 @@ _FREE, _COPIES, _MISSING = 0, 1, 2
 _NO_BLOCK = -1
 
 
-class OutOfBlocksError(RuntimeError):
+class OutOfBlocksError(Error, RuntimeError):
     """A call needs more blocks than are free; nothing has been changed."""
 
 

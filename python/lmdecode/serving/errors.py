@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lmdecode._checks import Error
+
 __all__ = [
     "BadRequest", "RequestError", "error_body", "error_of_engine", "error_of_step", "reason_of",
 ]  # fmt: skip
@@ -33,7 +35,7 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class RequestError(Exception):
+class RequestError(Error):
     """A request that gets no answer.
 
     Parameters

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from lmdecode._checks import Error
 
-class StoreError(RuntimeError):
+
+class StoreError(Error, RuntimeError):
     """The store cannot be used: read-only, closed, or opened by another process."""
 
 

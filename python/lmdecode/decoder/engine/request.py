@@ -275,6 +275,14 @@ class Request:
     def __init__(self, state: RequestState) -> None:
         self._state = state
 
+    def __repr__(self) -> str:
+        state = self._state
+        progress = state.reason or ("waiting" if state.stats.queued is None else "running")
+        return (
+            f"Request(prompt of {len(state.prompt_ids)} tokens, {len(state.tokens)} new tokens, "
+            f"{progress})"
+        )
+
     def __del__(self) -> None:
         if not self.finished:
             self._state.cancel()
