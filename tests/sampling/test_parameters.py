@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,8 @@ import pytest
 import torch
 
 import lmdecode
+from lmdecode.decoder.engine.submission import RequestParameters
+from lmdecode.sampling.sampler_rows import SAMPLER_PARAMETERS
 from tests.support.cases import assert_same_bits
 
 BATCH, VOCAB = 3, 50
@@ -30,6 +35,8 @@ def sample(device: torch.device, **arguments: Any) -> lmdecode.SampleOutput:
     logits = torch.randn(BATCH, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     if "position" in arguments:
         arguments["seed"] = 4
+    elif "seed" not in arguments:
+        arguments["greedy"] = True
     return lmdecode.top_k_top_p_sample(
         logits.to(device), **arguments, return_logits=True, return_logprob=True
     )
@@ -90,3 +97,55 @@ def test_compiled_in_one_graph() -> None:
     one = (torch.tensor(5), torch.tensor(0.75, dtype=torch.float64), torch.tensor(3))
     for arguments in (one, ([1, 2, 3], (0.5, 0.75, 1.0), [1, 2, 3])):
         assert_same_bits(compiled(x, *arguments), step(x, *arguments), str(arguments))
+
+
+# --- Parameters as an object ----------------------------------------------------------------------
+
+
+def test_a_range_is_a_list(device: torch.device) -> None:
+    for name in ("top_k", "top_p", "temperature", "seed", "position"):
+        ranged = range(1, 4) if name != "top_p" else range(-1, 2)
+        expected = sample(device, **{name: list(ranged)})
+        assert_same_bits(sample(device, **{name: ranged}), expected, name)
+    logits = torch.randn(BATCH, VOCAB)
+    for name, ranged in (("top_k", range(1, 4)), ("temperature", range(3)), ("seed", range(3))):
+        given = {"seed": 5, name: ranged}
+        listed = {"seed": 5, name: list(ranged)}
+        first, second = (
+            lmdecode.Sampler(BATCH, VOCAB, **g).sample(logits) for g in (given, listed)
+        )
+        assert torch.equal(first.index, second.index)
+
+
+def test_sampling_parameters_name_all_that_there_are() -> None:
+    names = set(lmdecode.SamplingParameters.__annotations__)
+    assert names == set(SAMPLER_PARAMETERS)
+    of_requests = set(RequestParameters.__annotations__)
+    own = {"seed", "min_tokens", "eos_token_id"}
+    others = {"prompt_ids", "max_new_tokens", "min_new_tokens", "request_id"}
+    searches = {field.name for field in dataclasses.fields(lmdecode.BeamRequest)} - others
+    assert of_requests == (names | searches) - own
+
+
+def test_sampling_parameters_are_a_dict_that_samplers_take_again_and_again() -> None:
+    parameters = lmdecode.SamplingParameters(
+        temperature=0.8, top_p=0.5, seed=3, logit_bias={1: 2.0}
+    )
+    assert pickle.loads(pickle.dumps(parameters)) == copy.deepcopy(parameters) == parameters
+    logits = torch.randn(2, VOCAB)
+    written = lmdecode.Sampler(2, VOCAB, temperature=0.8, top_p=0.5, seed=3, logit_bias={1: 2.0})
+    expected = written.sample(logits).index
+    for _ in range(2):
+        assert torch.equal(lmdecode.Sampler(2, VOCAB, **parameters).sample(logits).index, expected)
+    sampler = lmdecode.Sampler(2, VOCAB)
+    sampler.insert(0, **parameters)
+    assert sampler.sample(logits).index[0] == expected[0]
+
+
+def test_a_sampler_shows_what_it_is() -> None:
+    parameters = lmdecode.SamplingParameters(temperature=0.8, top_k=5, eos_token_id=[7])
+    shown = "Sampler(2, 50, dialect='vllm', temperature=0.8, top_k=5, eos_token_id=(7,))"
+    assert repr(lmdecode.Sampler(2, VOCAB, dialect="vllm", **parameters)) == shown
+    rows = lmdecode.Sampler(9, VOCAB, seed=range(9), suppress_tokens=list(range(50)))
+    shown = "Sampler(9, 50, dialect='lmdecode', seed=[0, 1, 2, 3, ...], suppress_tokens=(0, 1, 2, "
+    assert repr(rows).startswith(shown) and len(repr(rows)) < 120

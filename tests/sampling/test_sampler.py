@@ -242,6 +242,27 @@ def test_drafts(seed: int) -> None:
         assert_same(ours, expected, f"seed {seed}, behind step {step}")
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_results_of_a_step_stay_when_others_follow(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    options: dict[str, Any] = {"num_logprobs": 3} if seed % 2 else {}
+    for name in ("return_logits", "return_kept_set", "return_stages"):
+        options[name] = bool(random.random() < 0.5)
+    logits = [random_logits(random, 3, 40) for _ in range(5)]
+    fresh, reused = (
+        lmdecode.Sampler(3, 40, seed=seed, top_k=9, **options, **reuse)
+        for reuse in ({}, {"reuse_outputs": True})
+    )
+    kept = [fresh.sample(step) for step in logits]
+    for step, out in zip(logits, kept, strict=True):
+        assert_same(out, reused.sample(step), f"seed {seed}")
+    memory = {part.data_ptr() for out in kept for part in out if isinstance(part, torch.Tensor)}
+    tensors = sum(isinstance(part, torch.Tensor) for out in kept for part in out)
+    assert len(memory) == tensors
+    again = [reused.sample(logits[0]).status.data_ptr() for _ in range(2)]
+    assert len(set(again)) == 1
+
+
 def test_the_chosen_tokens_of_a_step_stay_when_the_next_one_is_taken() -> None:
     logits = torch.randn(6, 3, 50, generator=torch.Generator().manual_seed(4))
     plain = lmdecode.Sampler(3, 50, seed=5)

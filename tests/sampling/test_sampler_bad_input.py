@@ -49,6 +49,13 @@ WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1 << 63}, "seed is 9223372036854775808"),
     ({"dry_breakers": [VOCAB]}, r"dry_breakers\[0\] is 50"),
     ({"penalty": 1.0}, "penalty is no parameter; expected one of"),
+    ({"temprature": 1.0}, r"expected one of seed, .*; did you mean temperature\?$"),
+    ({"num_logprob": 1}, r"; did you mean num_logprobs\?$"),
+    ({"max_tokens": 9}, "max_tokens is no parameter; expected one of .*, dry_breakers$"),
+    ({"min_tokens": 3}, "min_tokens is 3 without eos_token_id; expected both"),
+    ({"min_tokens": [0, 3], "eos_token_id": []}, "min_tokens is 3 without eos_token_id"),
+    ({"temperature": range(3)}, "temperature has 3 numbers; expected 2"),
+    ({"reuse_outputs": 1}, "reuse_outputs is of type int"),
     ({"dialect": "sorted"}, "dialect is 'sorted'; expected one of lmdecode, "),
     ({"num_logprobs": 65}, "num_logprobs is 65; expected 0 to 50"),
     ({"logprobs_mode": "raw"}, "logprobs_mode is 'raw'"),
@@ -117,6 +124,15 @@ def test_wrong_calls(method: str, arguments: tuple[Any, ...], error: str) -> Non
         getattr(sampler, method)(*arguments)
     for _ in range(3):
         assert torch.equal(sampler.sample(LOGITS).index, other.sample(LOGITS).index)
+
+
+def test_end_tokens_that_are_switched_off_leave_nothing_for_min_tokens() -> None:
+    sampler = lmdecode.Sampler(2, VOCAB, min_tokens=3, eos_token_id=7)
+    with pytest.raises(ValueError, match="min_tokens is 3 without eos_token_id"):
+        sampler.insert(0, eos_token_id=None)
+    sampler.insert(0, eos_token_id=None, min_tokens=0)
+    with pytest.raises(TypeError, match=r"promt is no parameter.*; did you mean prompt\?"):
+        sampler.insert(0, promt=[1])
 
 
 def test_a_wrong_prompt_draws_no_seed() -> None:

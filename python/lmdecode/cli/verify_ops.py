@@ -79,7 +79,7 @@ def _stages() -> Iterator[Any]:
             )  # fmt: skip
             for step in range(_STEPS):
                 out = sampler.sample(_values(rows, vocab, seed=10 * number + step))
-                yield [tensor.clone() for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+                yield [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
 
 
 def _beams() -> Iterator[Any]:

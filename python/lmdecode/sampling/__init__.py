@@ -2,6 +2,7 @@
 
 from lmdecode.sampling.drafts import prompt_lookup
 from lmdecode.sampling.ops import top_k_top_p_sample
+from lmdecode.sampling.parameters import SamplingParameters
 from lmdecode.sampling.sampler import Sampler
 from lmdecode.sampling.sampler_rows import SAMPLER_DIALECTS, STAGES
 from lmdecode.sampling.types import DIALECTS, KeptSet, SampleOutput, SamplerOutput, VerifyOutput
@@ -18,6 +19,7 @@ __all__ = [
     "SampleOutput",
     "Sampler",
     "SamplerOutput",
+    "SamplingParameters",
     "VerifyOutput",
     "prompt_lookup",
     "top_k_top_p_sample",

@@ -75,6 +75,14 @@ def kept_set(ids: Tensor, logprobs: Tensor, counts: Tensor) -> KeptSet:
     )
 
 
+def _same(part: Any) -> Any:
+    return part
+
+
+def _copied(part: Any) -> Any:
+    return None if part is None else part.clone()
+
+
 class Outputs:
     """The memory that the steps of a ``Sampler`` write, and the outputs of a step.
 
@@ -83,12 +91,8 @@ class Outputs:
     batch, vocab, num_logprobs, device
         As of the sampler; num_logprobs is -1 for none.
     returns : tuple
-        Whether to return logits, kept sets and stage counts.
-
-    Attributes
-    ----------
-    written : tuple
-        The output tensors of a step's op.
+        Whether to return logits, kept sets and stage counts, and whether all but a few results are
+        this memory itself.
     """
 
     def __init__(
@@ -96,10 +100,10 @@ class Outputs:
         batch: int,
         vocab: int,
         num_logprobs: int,
-        returns: tuple[bool, bool, bool],
+        returns: tuple[bool, bool, bool, bool],
         device: torch.device,
     ) -> None:
-        logits, returns_kept, stages = returns
+        logits, returns_kept, stages, self._reuses = returns
         r = self._results = new_results(batch, num_logprobs, stages, device)
         self._index = r.index
         self._kept_logits = (
@@ -110,32 +114,37 @@ class Outputs:
             with torch.inference_mode(False):
                 ids = torch.empty(batch, vocab, dtype=torch.int64, device=device)
                 self._kept = ids, torch.empty(batch, vocab, dtype=torch.float32, device=device)
-        self.written = (r.memory, self._kept_logits, *(self._kept or (None, None)))
         # All outputs except the index, if only the index is new in each step.
         self._others: tuple[Any, ...] | None = None
-        if r.rank is None and self._kept is None:
+        if self._reuses and r.rank is None and self._kept is None:
             self._others = (
                 self._kept_logits, None, r.kept_count, r.status, None, None, None, None,
                 r.stage_counts,
             )  # fmt: skip
 
+    def to_write(self) -> tuple[Tensor | None, ...]:
+        """Return the output tensors of the next step's op."""
+        if self._kept_logits is not None and not self._reuses:  # the last step's are its caller's
+            self._kept_logits = torch.empty_like(self._kept_logits)
+        return (self._results.memory, self._kept_logits, *(self._kept or (None, None)))
+
     def of_step(self) -> SamplerOutput:
-        """Return the step's results; only index, logprob, rank and kept_set are new tensors."""
+        """Return the step's results; where memory is reused, few of them are new tensors."""
         index = self._index.clone()
         if self._others is not None:
             return SamplerOutput(index, *self._others)
-        r = self._results
+        r, given = self._results, _same if self._reuses else _copied
         return SamplerOutput(
             index,
             self._kept_logits,
-            None if r.logprob is None else r.logprob.clone(),
-            r.kept_count,
-            r.status,
-            r.top_ids,
-            r.top_logprobs,
-            None if r.rank is None else r.rank.clone(),
+            _copied(r.logprob),
+            given(r.kept_count),
+            given(r.status),
+            given(r.top_ids),
+            given(r.top_logprobs),
+            _copied(r.rank),
             None if self._kept is None else kept_set(*self._kept, r.kept_count),
-            r.stage_counts,
+            given(r.stage_counts),
         )
 
 

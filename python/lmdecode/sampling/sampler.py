@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ from lmdecode.sampling._results import (
     new_zeros,
     row_on_host,
 )
+from lmdecode.sampling.parameters import (
+    BatchParameters,
+    FloatRows,
+    IntRows,
+    SamplingParameters,
+)
 from lmdecode.sampling.sampler_rows import (
     NUM_INTEGERS,
     SAMPLER_DIALECTS,
@@ -36,6 +42,7 @@ from lmdecode.sampling.sampler_rows import (
     draw_seeds,
     parameters_of_row,
     rules_of_row,
+    shown,
     token_tensor,
     with_seed,
 )
@@ -84,46 +91,12 @@ class Sampler:
     return_logits, return_kept_set, return_stages : bool
         Whether ``sample`` returns ``kept_logits``, ``kept_set`` and ``stage_counts``.
 
-    Other Parameters
-    ----------------
-    temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_n_sigma, top_h : float
-        Filters. Like every number here, a list or tensor has one value for each row. None is off.
-        Temperature 0 takes the largest logit.
-    top_k : int
-        Number of tokens to keep; <= 0 is off.
-    xtc_probability, xtc_threshold : float
-        Probability of dropping all tokens of probability at least ``xtc_threshold`` (0.1), except
-        the least likely of them.
-    repetition_penalty, presence_penalty, frequency_penalty : float
-        Repetition penalty: on prompt and output, by division. The others: on the output, by
-        subtraction.
-    no_repeat_ngram_size : int
-        No n-gram of this size occurs twice in the text.
-    dry_multiplier, dry_base, dry_allowed_length, dry_breakers : float, float, int, list of int
-        DRY: ``multiplier * base ** (length - allowed)`` is subtracted from the logit of a token
-        that continues a repetition of ``length`` tokens, ``dry_allowed_length`` (2) at least.
-        Repetitions end at breakers, a list of tokens.
-    mirostat_tau, mirostat_eta : float
-        Mirostat 2: the target surprise in bits, and the learning rate (0.1).
-    adaptive_target, adaptive_decay : float
-        Adaptive-p: the target mean probability of drawn tokens, 0 to 1, and the decay of that mean
-        (0.9). A target below 0 is off. Not together with mirostat.
-    dynamic_temperature_range, dynamic_temperature_exponent : float
-        The temperature grows with the entropy, from ``temperature - range`` to
-        ``temperature + range``.
-    logit_bias : dict
-        Token to the bias of its logit. The key may be a tuple of tokens: the bias of the last one
-        applies if the text ends with the others. -inf bans.
-    bad_words_ids : list of list of int
-        Sequences that are never generated.
-    suppress_tokens : list of int
-        Tokens that are never generated.
-    min_tokens, eos_token_id : int, int or list of int
-        No end token before this number of output tokens.
-    forced_tokens : dict
-        Length of the output to the token that is forced there.
-    seed : int or list of int
-        Seed of the noise. One int gives row i the same seed as ``top_k_top_p_sample``; < 0 draws
+    reuse_outputs : bool
+        Whether all results but ``index``, ``logprob``, ``rank`` and ``kept_set`` are the sampler's
+        own memory, which the next call overwrites: it saves a copy of each. False: all are new.
+    **parameters
+        Those of ``SamplingParameters``. Any number may be a list or a tensor with one value for
+        each row. One int as the seed gives row i the same seed as ``top_k_top_p_sample``; < 0 draws
         the most probable token. If unset, each row draws a seed from torch's generator when its
         sequence begins.
 
@@ -152,7 +125,8 @@ class Sampler:
         return_logits: bool = False,
         return_kept_set: bool = False,
         return_stages: bool = False,
-        **parameters: Any,
+        reuse_outputs: bool = False,
+        **parameters: Unpack[BatchParameters[IntRows, FloatRows]],
     ) -> None:
         self.batch = check_int(_OP, "batch", batch, 0, (1 << 31) - 1, limits="0 to 2^31 - 1")
         self.vocab = check_int(_OP, "vocab", vocab, 1, (1 << 31) - 1, limits="1 to 2^31 - 1")
@@ -165,15 +139,15 @@ class Sampler:
             num_logprobs = check_int(_OP, "num_logprobs", num_logprobs, 0, most)
         self.num_logprobs = num_logprobs
         self._num_logprobs = -1 if num_logprobs is None else num_logprobs
-        names = ("return_logits", "return_kept_set", "return_stages")
-        self._returns = (return_logits, return_kept_set, return_stages)
+        names = ("return_logits", "return_kept_set", "return_stages", "reuse_outputs")
+        self._returns = (return_logits, return_kept_set, return_stages, reuse_outputs)
         for name, value in zip(names, self._returns, strict=True):
             check_bool(_OP, name, value)
         self._flags = (_RAW if logprobs_mode == "raw_logprobs" else 0) | (
             _COUNTS if return_stages else 0
         )
         self._new_outputs()
-        self._defaults = check_parameters(parameters, self.vocab, self.batch)
+        self._defaults = check_parameters(parameters, self.vocab, self.batch, Sampler.__init__)
         # Steps may be taken until the longest text meets its room.
         self._steps, self._most_steps = 0, MAX_INT
         rows: list[RowRules] = []
@@ -193,6 +167,12 @@ class Sampler:
         self._state = self._on_device(state)
         self._count_steps()
 
+    def __repr__(self) -> str:
+        given = [f"{name}={shown(value)}" for name, value in self._defaults.items()]
+        place = [] if self.device.type == "cpu" else [f"device={str(self.device)!r}"]
+        own = [f"{self.batch}, {self.vocab}, dialect={self.dialect!r}", *place]
+        return f"Sampler({', '.join([*own, *given])})"
+
     @property
     def order(self) -> str:
         """Former name of ``dialect``."""
@@ -200,7 +180,9 @@ class Sampler:
 
     # ---- sequences
 
-    def insert(self, row: int, prompt: Any = None, **parameters: Any) -> None:
+    def insert(
+        self, row: int, prompt: Any = None, **parameters: Unpack[SamplingParameters]
+    ) -> None:
         """Begin a sequence in a row, and discard the row's former one.
 
         Parameters
@@ -222,7 +204,7 @@ class Sampler:
         row = self._check_row("insert", row)
         tokens = token_tensor("insert", "prompt", () if prompt is None else prompt)
         own = parameters_of_row(self._defaults, row)
-        own.update(check_parameters(parameters, self.vocab))
+        own.update(check_parameters(parameters, self.vocab, of=self.insert))
         for name, value in parameters.items():
             if value is None:
                 own.pop(name, None)
@@ -353,8 +335,7 @@ class Sampler:
         Returns
         -------
         SamplerOutput
-            ``index``, ``logprob``, ``rank`` and ``kept_set`` are new in each call. The others are
-            the sampler's own tensors, which the next call overwrites: clone those you keep.
+            New tensors, unless the sampler was made with ``reuse_outputs=True``.
 
         Raises
         ------
@@ -372,8 +353,8 @@ class Sampler:
         if bitmask is not None and not isinstance(bitmask, Tensor):
             raise type_error(f"{_OP}.sample", "bitmask", bitmask, "a tensor or None")
         _step(
-            self._state, logits, bitmask, *self._outputs.written, *self._sizes, self._num_logprobs,
-            flags,
+            self._state, logits, bitmask, *self._outputs.to_write(), *self._sizes,
+            self._num_logprobs, flags,
         )  # fmt: skip
         if accept:
             self._steps += 1

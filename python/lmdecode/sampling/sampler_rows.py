@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import reprlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +20,15 @@ from lmdecode._checks import (
     check_number,
     dtype_name,
     is_int,
+    is_list,
     type_error,
+    unknown_parameter,
 )
 
 __all__ = [
     "NUM_INTEGERS",
     "SAMPLER_DIALECTS",
+    "SAMPLER_PARAMETERS",
     "STAGES",
     "RowRules",
     "check_parameters",
@@ -31,6 +36,7 @@ __all__ = [
     "draw_seeds",
     "parameters_of_row",
     "rules_of_row",
+    "shown",
     "token_tensor",
     "with_seed",
 ]
@@ -88,6 +94,9 @@ _TOKEN_RULES = (
     "logit_bias", "bad_words_ids", "suppress_tokens", "eos_token_id", "forced_tokens",
     "dry_breakers",
 )  # fmt: skip
+SAMPLER_PARAMETERS: tuple[str, ...] = ("seed", *_INTEGERS, *_NUMBERS, *_TOKEN_RULES)
+"""The names of all parameters of a row."""
+
 _SEED_STEP = 0x9E3779B97F4A7C15  # as of an int seed of top_k_top_p_sample
 
 
@@ -206,7 +215,10 @@ def token_tensor(method: str, name: str, value: Any) -> Tensor:
 
 
 def check_parameters(
-    parameters: Mapping[str, Any], vocab: int, batch: int | None = None
+    parameters: Mapping[str, Any],
+    vocab: int,
+    batch: int | None = None,
+    of: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Return parameters in plain form, without those that are None.
 
@@ -218,6 +230,8 @@ def check_parameters(
         Size of the vocabulary.
     batch
         Number of rows: a parameter may be a list or tensor with one number for each. None: one row.
+    of
+        The function that takes them, whose other arguments a wrong name may have meant.
 
     Raises
     ------
@@ -230,16 +244,16 @@ def check_parameters(
             if value is not None:
                 checked[name] = _check_rule(name, value, vocab)
             continue
-        if name not in _INTEGERS and name not in _NUMBERS and name != "seed":
-            known = ", ".join(["seed", *_INTEGERS, *_NUMBERS, *_TOKEN_RULES])
-            raise TypeError(f"{_OP}: {name} is no parameter; expected one of {known}")
+        if name not in SAMPLER_PARAMETERS:
+            others = () if of is None else inspect.signature(of).parameters
+            raise unknown_parameter(_OP, name, SAMPLER_PARAMETERS, others)
         if value is None:
             continue
         if isinstance(value, Tensor) and value.dim() > 0 and batch is not None:
             value = value.tolist()
         elif isinstance(value, Tensor) and value.dim() == 0:
             value = value.item()
-        if isinstance(value, (list, tuple)) and batch is not None:
+        if batch is not None and is_list(value):
             if len(value) != batch:
                 raise ValueError(
                     f"{_OP}: {name} has {len(value)} numbers; expected {batch}, one for each row"
@@ -309,6 +323,14 @@ def parameters_of_row(checked: Mapping[str, Any], row: int) -> dict[str, Any]:
     return own
 
 
+def shown(value: Any) -> str:
+    """Return a checked parameter, or a number for each row, as short text."""
+    if isinstance(value, list):
+        more = [", ..."] * (len(value) > 4)
+        return f"[{', '.join(map(shown, value[:4]))}{''.join(more)}]"
+    return f"{value:g}" if isinstance(value, float) else reprlib.repr(value)
+
+
 @dataclass(frozen=True)
 class RowRules:
     """A row's parameters as the op takes them.
@@ -348,6 +370,11 @@ def rules_of_row(parameters: Mapping[str, Any], dialect: str, seed: int) -> RowR
     """Translate one row's checked parameters."""
     get = parameters.get
     end_tokens = get("eos_token_id", ())
+    if get("min_tokens", 0) > 0 and not end_tokens:
+        raise ValueError(
+            f"{_OP}: min_tokens is {get('min_tokens')} without eos_token_id; expected both, as end "
+            "tokens are what it bans"
+        )
     biases: dict[tuple[int, ...], float] = {}
     biases.update(get("logit_bias", {}))
     sequences = [(ids, bias) for ids, bias in biases.items() if len(ids) > 1]

@@ -9,7 +9,7 @@ import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from lmdecode._checks import MAX_INT, check_int
+from lmdecode._checks import MAX_INT, check_int, is_list
 from lmdecode.integrations.transformers.continuous_batching.attention import NAME, register_flash
 from lmdecode.integrations.transformers.continuous_batching.sampling import (
     FusedProcessors,
@@ -148,7 +148,7 @@ def _checked_seed(seed: int | Sequence[int] | None) -> int | list[int] | None:
         return None
     if isinstance(seed, torch.Tensor):
         seed = seed.tolist()
-    if isinstance(seed, (list, tuple)):
+    if is_list(seed):
         return [check_int(_CALL, f"seed[{i}]", number, 0) for i, number in enumerate(seed)]
     return check_int(_CALL, "seed", seed, 0, kind="an int or a list of them")
 

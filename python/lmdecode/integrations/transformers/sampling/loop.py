@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lmdecode._checks import check_int, dtype_name
+from lmdecode._checks import check_int, dtype_name, is_list
 from lmdecode.decoder.stepwise import StepwiseModel
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._status import raise_for_status
@@ -95,8 +95,8 @@ def _sample_by_rules(
     drawn = sampler.sample(as_op_logits(scores), input_ids, fusion.sampler.arguments, rows)
     return _ChosenTokens(
         drawn.index,
-        drawn.status.clone(),
-        drawn.kept_logits.clone() if keep_scores and drawn.kept_logits is not None else None,
+        drawn.status,
+        drawn.kept_logits if keep_scores else None,
         logits if keep_logits else None,
     )
 
@@ -144,7 +144,7 @@ def seeds_of_rows(
     """
     if seed is None:
         return None
-    if isinstance(seed, (list, tuple)):
+    if is_list(seed):
         seed = row_tensor("seed", seed, torch.int64, input_ids.device)
     elif not isinstance(seed, torch.Tensor) or not seed.dim():
         number = check_int("sample", "seed", seed, kind="an int, a list or a tensor of them")
