@@ -13,10 +13,10 @@ import pytest
 import lmdecode
 
 ROOT = Path(__file__).resolve().parents[1]
-# Those of the pages on the API, and two of lmdecode.store's.
+# Those of the pages on the API, and some of lmdecode.store's.
+OF_THE_STORE = ("Fingerprint", "Hit", "KVStore", "Session", "StoreError")
 NAMES = {
-    "KVStore",
-    "Session",
+    *OF_THE_STORE,
     *(
         name
         for page in ROOT.glob("docs/api/*.md")
@@ -33,6 +33,23 @@ def test_public_names() -> None:
     assert not hasattr(lmdecode, "Sampler0")
 
 
+def test_dir_shows_what_is_public_and_nothing_else() -> None:
+    folders = {init.parent.name for init in ROOT.glob("python/lmdecode/*/__init__.py")}
+    areas = folders - {"cli", "demo"}  # those are commands
+    assert dir(lmdecode) == sorted({"__version__", *areas, *NAMES})
+    for area in areas:
+        assert getattr(lmdecode, area).__name__ == f"lmdecode.{area}"
+
+
+def test_exceptions_have_one_base_and_stay_what_they_were() -> None:
+    store = importlib.import_module("lmdecode.store")
+    serving = importlib.import_module("lmdecode.serving.errors")
+    for error in (lmdecode.OutOfBlocksError, store.StoreError, store.StoreLockedError):
+        assert issubclass(error, lmdecode.Error) and issubclass(error, RuntimeError)
+    for error in (store.FingerprintMismatchError, serving.BadRequest):
+        assert issubclass(error, lmdecode.Error) and issubclass(error, ValueError)
+
+
 def test_decoding_has_a_name_in_its_area() -> None:
     area = importlib.import_module("lmdecode.decoder")
     assert area.Decoding is lmdecode.Decoding
@@ -41,8 +58,8 @@ def test_decoding_has_a_name_in_its_area() -> None:
 
 def test_the_store_is_lmdecode_stores() -> None:
     store = importlib.import_module("lmdecode.store")
-    assert lmdecode.KVStore is store.KVStore
-    assert lmdecode.Session is store.Session
+    for name in OF_THE_STORE:
+        assert getattr(lmdecode, name) is getattr(store, name)
 
 
 def run(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lmdecode import decoder
+from lmdecode._checks import Error
 from lmdecode.attention import (
     RingKVCache,
     RingSnapshot,
@@ -93,6 +94,7 @@ from lmdecode.sampling import (
     SampleOutput,
     Sampler,
     SamplerOutput,
+    SamplingParameters,
     VerifyOutput,
     prompt_lookup,
     top_k_top_p_sample,
@@ -102,7 +104,7 @@ from lmdecode.system import cpu_capabilities, cpu_capability, has_cuda
 
 if TYPE_CHECKING:
     from lmdecode.speech import Transcriber
-    from lmdecode.store import KVStore, Session
+    from lmdecode.store import Fingerprint, Hit, KVStore, Session, StoreError
 
 __version__ = "0.1.0"
 
@@ -146,7 +148,10 @@ __all__ = [
     "DisjunctiveConstraint",
     "Engine",
     "EngineStats",
+    "Error",
+    "Fingerprint",
     "Grammar",
+    "Hit",
     "KVStore",
     "KeptSet",
     "LayerWeights",
@@ -161,7 +166,9 @@ __all__ = [
     "SampleOutput",
     "Sampler",
     "SamplerOutput",
+    "SamplingParameters",
     "Session",
+    "StoreError",
     "TokenLogprob",
     "Transcriber",
     "Trie",
@@ -195,16 +202,22 @@ __all__ = [
 ]
 
 
+_AREAS = (
+    "attention", "beam", "compat", "decoder", "formats", "integrations", "kv_cache", "linear",
+    "reference", "sampling", "serving", "speech", "store",
+)  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
     # When they are asked for: only the store needs SQLite.
-    if name in ("KVStore", "Session"):
+    if name in ("Fingerprint", "Hit", "KVStore", "Session", "StoreError"):
         return getattr(import_module("lmdecode.store"), name)
     if name == "Transcriber":
         return import_module("lmdecode.speech").Transcriber
-    if name in ("compat", "formats", "reference", "speech", "store"):
+    if name in _AREAS:
         return import_module(f"lmdecode.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(["__version__", *_AREAS, *__all__])

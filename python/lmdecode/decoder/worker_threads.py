@@ -1,18 +1,32 @@
-"""The threads that torch keeps for parallel work, one set for each thread that asked for some."""
+"""The threads that torch keeps for parallel work, and those of ours that are to end with Python."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
-__all__ = ["release_worker_threads"]
+__all__ = ["release_worker_threads", "stopped_at_exit"]
+
+#: What has a thread that computes, to be stopped: at interpreter exit it would abort the process.
+stopped_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _SOFT = 1  # omp_pause_soft: settings stay
 
 
+@atexit.register
+def _stop_all() -> None:
+    for owner in tuple(stopped_at_exit):
+        owner.stop()
+
+
 def release_worker_threads() -> None:
     """End the worker threads of the calling thread; its next parallel work starts others.
+
+    Torch keeps one set of them for each thread that asked for some.
 
     GNU's OpenMP lets workers wait awake only while all there are have a processor each. Those of a
     thread that has nothing more to compute count, too: without them, workers of the thread that

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -28,8 +26,9 @@ from lmdecode.decoder.engine.sequences import (
     WrittenSequence,
 )
 from lmdecode.decoder.engine.stats import EngineStats
+from lmdecode.decoder.engine.submission import RequestParameters
 from lmdecode.decoder.weights import PackedDecoder
-from lmdecode.decoder.worker_threads import release_worker_threads
+from lmdecode.decoder.worker_threads import release_worker_threads, stopped_at_exit
 
 __all__ = ["Engine"]
 
@@ -139,6 +138,13 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stops = self._has_cancelled = False
 
+    def __repr__(self) -> str:
+        stats, state = self.stats, "started" if self.is_started else "not started"
+        return (
+            f"Engine({stats.running} requests running, {stats.waiting} waiting, room for "
+            f"{self.max_requests} of {self.capacity} tokens, {state})"
+        )
+
     # ---- requests
 
     @former_names("Engine.submit", rules="dialect")
@@ -147,17 +153,17 @@ class Engine:
         prompt_ids: Sequence[int] | Tensor | None = None,
         *,
         max_new_tokens: int | None = None,
-        min_tokens: int = 0,
+        min_tokens: int | None = 0,
         do_sample: bool | None = None,
         seed: int | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: int | Sequence[int] | Tensor | None = None,
         logprobs: int | None = None,
         grammar: Grammar | None = None,
         input_ids: Sequence[int] | Tensor | None = None,
         input_features: Any = None,
         memory: Tensor | None = None,
         generation_config: Any = None,
-        **parameters: Any,
+        **parameters: Unpack[RequestParameters],
     ) -> Request:
         """Submit a request. Any thread may call this at any time.
 
@@ -194,8 +200,8 @@ class Engine:
             config. A value of None in it is the model's. Only ``max_new_tokens`` and ``prompt_ids``
             may be given with it.
         **parameters
-            Parameters of a ``Sampler``. If they include a ``trie`` or ``num_beams`` above 1, they
-            are parameters of a ``BeamRequest``, and the request is a beam search.
+            Those of ``SamplingParameters``. If they include a ``trie`` or ``num_beams`` above 1,
+            they are parameters of a ``BeamRequest``, and the request is a beam search.
 
         Returns
         -------
@@ -287,7 +293,7 @@ class Engine:
                     target=self._run, name="lmdecode engine", daemon=True
                 )
                 self._thread.start()
-                _started.add(self)
+                stopped_at_exit.add(self)
 
     def stop(self) -> None:
         """Stop the thread after its current step; unfinished requests are kept and can resume."""
@@ -299,7 +305,7 @@ class Engine:
             if self._thread is not None:
                 self._thread.join()
             self._thread = None
-            _started.discard(self)
+            stopped_at_exit.discard(self)
         with self._lock:  # waiting readers run the steps themselves
             self._model.flush()
             for sequence in (*self._everyone, *self._arrived):
@@ -484,13 +490,3 @@ class Engine:
             told.append(sequence.request)
         self._drawn.clear()
         self._searched = SearchedRows(self._model.caches, self._vocab)
-
-
-_started: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Stop all threads: one that computes at interpreter exit would abort the process."""
-    for engine in tuple(_started):
-        engine.stop()

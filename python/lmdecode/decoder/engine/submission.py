@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from lmdecode._checks import MAX_INT, check_bool, check_int, type_error
+from lmdecode._checks import MAX_INT, check_bool, check_int, type_error, unknown_parameter
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.request_rules import check_tokens_of_request
+from lmdecode.beam.state import EarlyStopping, SearchDialect
 from lmdecode.beam.token_rules import TokenRules, check_token_rules
+from lmdecode.beam.trie import Trie
 from lmdecode.decoder.engine.encoder_inputs import EncoderInput, EncoderInputs
 from lmdecode.decoder.engine.request import Driver, RequestState
 from lmdecode.decoder.engine.sequences import (
@@ -22,9 +25,10 @@ from lmdecode.decoder.engine.sequences import (
     WrittenSequence,
 )
 from lmdecode.decoder.engine.tokens import tokens_of
-from lmdecode.sampling.sampler_rows import check_parameters, rules_of_row
+from lmdecode.sampling.parameters import FilterParameters
+from lmdecode.sampling.sampler_rows import SAMPLER_PARAMETERS, check_parameters, rules_of_row
 
-__all__ = ["Submission"]
+__all__ = ["RequestParameters", "Submission"]
 
 _OP = "Engine.submit"
 _SEARCHES = ("num_beams", "trie")  # either of them makes a search
@@ -47,6 +51,24 @@ _BEAM_PARAMETERS = tuple(
     if field.name
     not in ("prompt_ids", "max_new_tokens", "min_new_tokens", "eos_token_id", "request_id")
 )
+
+
+class RequestParameters(FilterParameters[int, float], total=False):
+    """What ``Engine.submit`` takes as ``**parameters``: those of samplers, and of searches."""
+
+    num_beams: int | None
+    num_return_sequences: int | None
+    length_penalty: float | None
+    early_stopping: EarlyStopping | None
+    pad_token_id: int | None
+    num_beam_groups: int | None
+    diversity_penalty: float | None
+    forced_bos_token_id: int | None
+    forced_eos_token_id: int | None
+    patience: float | None
+    coverage_penalty: float | None
+    trie: Trie | None
+    dialect: SearchDialect | None
 
 
 class _Asked(NamedTuple):
@@ -89,7 +111,7 @@ class Submission:
         prompt_ids: Any,
         *,
         max_new_tokens: int | None,
-        min_tokens: int,
+        min_tokens: int | None,
         eos_token_id: Any,
         do_sample: bool | None,
         seed: int | None,
@@ -110,8 +132,13 @@ class Submission:
             return self.search_of(driver, search, None, encoder_inputs)
         read = self._input(encoder_inputs)
         prompt = self._prompt(prompt_ids)
+        num_beams = parameters.get("num_beams")
+        if num_beams is not None:
+            num_beams = check_int(_OP, "num_beams", num_beams, 1)
+        is_search = (num_beams or 1) > 1 or parameters.get("trie") is not None
+        self._check_names(parameters, encoder_inputs, is_search)
         new = check_int(_OP, "max_new_tokens", max_new_tokens, 1)
-        least = check_int(_OP, "min_tokens", min_tokens, 0)
+        least = 0 if min_tokens is None else check_int(_OP, "min_tokens", min_tokens, 0)
         self._check_length(prompt, new)
         ends = self.eos_token_id
         if eos_token_id is not None:
@@ -119,12 +146,22 @@ class Submission:
         asked = _Asked(
             RequestState(prompt, driver), new, least, ends, do_sample, seed, logprobs, grammar
         )
-        num_beams = parameters.get("num_beams")
-        if num_beams is not None:
-            num_beams = check_int(_OP, "num_beams", num_beams, 1)
-        if (num_beams or 1) > 1 or parameters.get("trie") is not None:
+        if is_search:
             return self._searched(asked, parameters).with_input(read)
         return self._drawn(asked, parameters).with_input(read)
+
+    def _check_names(
+        self, parameters: dict[str, Any], encoder_inputs: dict[str, Any], is_search: bool
+    ) -> None:
+        """Raise TypeError for a parameter that a text, or a search, does not have."""
+        known, kind = SAMPLER_PARAMETERS, "parameter"
+        if is_search:
+            known, kind = _BEAM_PARAMETERS, "parameter of a search"
+        for name, value in parameters.items():
+            of_searches = name in _SEARCHES or name in _OF_SEARCHES
+            if value is not None and name not in known and (is_search or not of_searches):
+                others = (*inspect.signature(self.sequence_of).parameters, *encoder_inputs)
+                raise unknown_parameter(_OP, name, known, others, kind)
 
     def _input(self, given: dict[str, Any]) -> EncoderInput | None:
         if self.inputs is not None:
@@ -188,12 +225,6 @@ class Submission:
             if value is not None:
                 raise ValueError(f"{_OP}: {name} is {value!r}; expected None for a search")
         given = {name: value for name, value in parameters.items() if value is not None}
-        others = [name for name in given if name not in _BEAM_PARAMETERS]
-        if others:
-            raise TypeError(
-                f"{_OP}: {others[0]} is no parameter of a search; expected one of "
-                f"{', '.join(_BEAM_PARAMETERS)}"
-            )
         search = BeamRequest(
             asked.request.prompt_ids,
             max_new_tokens=asked.new,
@@ -272,7 +303,8 @@ class Submission:
         if asked.do_sample is not None:
             draws = check_bool(_OP, "do_sample", asked.do_sample, kind="a bool or None")
         if seed is not None:
-            seed = check_int(_OP, "seed", seed, 0, MAX_INT)
+            limits = "0 to 2^63 - 1; None draws one, and do_sample=False needs none"
+            seed = check_int(_OP, "seed", seed, 0, MAX_INT, limits=limits)
         if not draws:
             given = {name: value for name, value in given.items() if name not in _DRAWS}
             given["temperature"], seed = 0.0, 0
