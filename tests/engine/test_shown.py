@@ -1,10 +1,11 @@
-"""What models, engines, requests and batches show of themselves, and the types of batches."""
+"""What models, engines, requests and batches show of themselves, and types of their calls."""
 
 from __future__ import annotations
 
 import typing
 
 import pytest
+import torch
 
 import lmdecode
 from tests.decoder.random_decoder import random_decoder
@@ -41,6 +42,20 @@ def test_an_engine_and_its_requests_show_how_far_they_are(decoding: lmdecode.Dec
         assert repr(engine).endswith(" tokens, started)")
 
 
+def test_engines_and_generate_take_the_same_parameters(decoding: lmdecode.Decoding) -> None:
+    parameters = lmdecode.SamplingParameters(
+        temperature=0.8, top_k=9, seed=4, repetition_penalty=1.2, min_tokens=None
+    )
+    engine = decoding.engine(max_requests=2, capacity=64)
+    request = engine.submit([5, 7], max_new_tokens=8, eos_token_id=(), **parameters)
+    del parameters["min_tokens"]  # generate() calls it min_new_tokens
+    ids = torch.tensor([[5, 7]])
+    generated = decoding.generate(ids, max_new_tokens=8, do_sample=True, **parameters)
+    tokens = request.result().tokens
+    assert generated[0, 2:].tolist() == tokens[: generated.shape[1] - 2]
+    assert len(set(tokens)) > 2
+
+
 def test_batches_show_their_places(decoding: lmdecode.Decoding) -> None:
     batch = decoding.batch(max_requests=3, capacity=16)
     batch.add([5, 7])
@@ -74,7 +89,7 @@ def test_the_kind_of_a_batch_follows_from_its_arguments() -> None:
 )
 def test_the_result_of_attention_follows_from_return_lse(attention: typing.Any) -> None:
     hints = [typing.get_type_hints(function) for function in typing.get_overloads(attention)]
-    tensor = lmdecode.top_k_top_p_sample.__globals__["Tensor"]
+    tensor = torch.Tensor
     assert {str(h["return_lse"]): h["return"] for h in hints} == {
         "typing.Literal[False]": tensor,
         "typing.Literal[True]": tuple[tensor, tensor],
