@@ -121,7 +121,8 @@ def _raise_for_failed(requests: list[Request]) -> None:
         failed[0].result()  # the error of a step
     first = min(len(request._state.tokens) for request in failed)
     raise_for_status(
-        [r._status if r in failed and len(r._tokens) == first else 0 for r in requests], first
+        [r._state.status if r in failed and len(r._state.tokens) == first else 0 for r in requests],
+        first,
     )
 
 
@@ -247,8 +248,9 @@ def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCal
     while engine.step():
         pass
     _raise_for_failed(requests)
-    longest = max(len(request._state.tokens) for request in requests)
-    texts = [r._tokens + [asked.pad] * (longest - len(r._tokens)) for r in requests]
+    tokens = [request._state.tokens for request in requests]
+    longest = max(map(len, tokens))
+    texts = [text + [asked.pad] * (longest - len(text)) for text in tokens]
     return torch.cat([input_ids, torch.tensor(texts, dtype=input_ids.dtype)], dim=1)
 
 
