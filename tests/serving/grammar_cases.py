@@ -11,7 +11,7 @@ from lmdecode.serving.grammar import CompiledGrammar, GrammarCompiler
 from lmdecode.serving.tokenizer import Tokenizer
 from tests.serving.tokenizer_kinds import KJV
 
-__all__ = ["KJV", "SCHEMAS", "TOOLS", "allowed", "compiler_of", "function", "written"]
+__all__ = ["KJV", "SCHEMAS", "TOOLS", "accepts", "allowed", "compiler_of", "function", "written"]
 
 _NAME = {"type": "string", "maxLength": 8}
 
@@ -95,6 +95,18 @@ def allowed(grammar: Any, vocab: int = 4096) -> list[int]:
     bits = (mask[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
     found: list[int] = bits.flatten().nonzero()[:, 0].tolist()
     return found
+
+
+def accepts(
+    grammar: CompiledGrammar, tokenizer: Tokenizer, text: str, vocab: int = 4096, end: int = 1
+) -> bool:
+    """Return whether a grammar allows a text, and a token behind it that ends it."""
+    state = grammar.start()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token not in allowed(state, vocab):
+            return False
+        state.accept_token(token)
+    return end in allowed(state, vocab)
 
 
 def written(

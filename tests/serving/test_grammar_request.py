@@ -84,6 +84,9 @@ def test_errors_name_the_field(body: dict[str, Any], param: str, message: str) -
     with pytest.raises(FieldError, match=message) as caught:
         grammar_of_body(body)
     assert caught.value.param == param and str(caught.value).startswith(f"{param}: ")
+    rest = str(caught.value).removeprefix(f"{param}: ")
+    joins = rest.split()[0] in ("is", "has")  # of the field, or a sentence of its own
+    assert caught.value.sentence == f"{param}{' ' if joins else ': '}{rest}"
 
 
 @pytest.mark.parametrize("name", GRAMMAR_FIELDS)

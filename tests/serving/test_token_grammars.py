@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
@@ -13,10 +14,19 @@ import pytest
 import torch
 
 from lmdecode.serving.grammar import GrammarCompiler
-from lmdecode.serving.grammar_source import GrammarSource, json_schema
+from lmdecode.serving.grammar_source import GrammarSource, choice, json_object, json_schema
 from lmdecode.serving.reasoning import ReasoningFormat
 from lmdecode.serving.tokenizer import Tokenizer
-from tests.serving.grammar_cases import KJV, SCHEMAS, allowed, compiler_of, written
+from lmdecode.serving.tool_calls import FORMATS
+from tests.serving.grammar_cases import (
+    KJV,
+    SCHEMAS,
+    TOOLS,
+    accepts,
+    allowed,
+    compiler_of,
+    written,
+)
 from tests.serving.tokenizer_kinds import KINDS, tokenizer_of
 
 VOCAB = 4101  # more than the tokenizer has
@@ -30,15 +40,6 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
     return compiler_of(VOCAB)
-
-
-def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Any, text: str) -> bool:
-    state = grammar.start()
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        if token not in allowed(state, VOCAB):
-            return False
-        state.accept_token(token)
-    return 1 in allowed(state, VOCAB)
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
@@ -64,9 +65,9 @@ def test_every_kind(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
         (compiler.json_schema('{"type": "null"}'), ["null"], ["nul"]),
     ):  # fmt: skip
         for text in yes:
-            assert accepts(compiler, tokenizer, grammar, text), text
+            assert accepts(grammar, tokenizer, text, VOCAB), text
         for text in no:
-            assert not accepts(compiler, tokenizer, grammar, text), text
+            assert not accepts(grammar, tokenizer, text, VOCAB), text
 
 
 def test_end_tokens_are_allowed_exactly_where_the_text_may_end(tokenizer: Tokenizer) -> None:
@@ -131,7 +132,8 @@ def test_added_words_are_no_text() -> None:
         (lambda c: c.json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
         (lambda c: c.json_schema({"minimum": 3, "maximum": 1, "type": "integer"}), "greater"),
         (lambda c: c.json_schema("{"), "is no JSON"),
-        (lambda c: c.json_schema("[" * 100_000), "is no JSON"),
+        (lambda c: c.json_schema("[" * 100_000), "is no JSON of at most 60 levels"),
+        (lambda c: c.json_schema('{"const": ' * 9000 + "1" + "}" * 9000), "at most 60 levels"),
         (lambda c: c.json_schema({"const": float("nan")}), "is no JSON"),
         (lambda c: c.json_schema({"const": "\ud800"}), "no surrogates"),
         (lambda c: c.regex("(a"), "unclosed group"),
@@ -145,10 +147,10 @@ def test_added_words_are_no_text() -> None:
         (lambda c: c.lark("start: A\nA: B\nB: A"), "names itself"),
         (lambda c: c.lark('start[stop="x"]: /.*/'), "has stop="),
         (lambda c: c.lark("start: %json {"), "behind %json is no JSON"),
-        (lambda c: c.lark("start: %json " + "[" * 9000), "behind %json is no JSON"),
+        (lambda c: c.lark("start: %json " + "[" * 9000), "behind %json is no JSON of at most 60"),
         (lambda c: c.lark('start: %json {"type": "integer", "multipleOf": 999983}'), "multipleOf"),
-        (lambda c: c.gbnf("root ::= x"), "no GBNF: Rule 'x' not found"),
-        (lambda c: c.gbnf("rule ::= \"a\""), "no GBNF: No 'root' rule"),
+        (lambda c: c.gbnf("root ::= x"), "no GBNF: line 1, column 10, 'x': there is no rule"),
+        (lambda c: c.gbnf("rule ::= \"a\""), "no GBNF: it has no rule root"),
         (lambda c: c.gbnf("root ::= " + "(" * 9000), "no GBNF"),
         (lambda c: c.choice([]), "at least one"),
         (lambda c: c.choice([""]), "a choice is empty"),
@@ -206,8 +208,6 @@ def deep(levels: int) -> Any:
                          + '\nr11000: "a"'),
         lambda c: c.lark("start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(100))
                          + '\nA100: "a"'),
-        lambda c: c.gbnf("root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1} a{i + 1}"
-                         for i in range(100)) + '\na100 ::= "a"'),
     ],
 )  # fmt: skip
 def test_what_takes_long_is_refused_soon(compiler: GrammarCompiler, call: Any) -> None:
@@ -257,16 +257,95 @@ def test_states_are_apart(compiler: GrammarCompiler, tokenizer: Tokenizer) -> No
     assert got == {seed: [text] * 3 for seed, text in enumerate(want)}
 
 
-@pytest.mark.parametrize("is_inside", [True, False])
-def test_thoughts_come_first(
-    compiler: GrammarCompiler, tokenizer: Tokenizer, is_inside: bool
+LONG = "x" * 9000
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.regex(f"({LONG}"),
+        lambda c: c.regex(f"a{LONG}(?=b)"),
+        lambda c: c.json_schema({"type": LONG}),
+        lambda c: c.json_schema({"type": "string", "format": LONG}),
+        lambda c: c.json_schema({"type": "string", "pattern": f"{LONG}("}),
+        lambda c: c.json_schema({"$ref": f"#/{LONG}"}),
+        lambda c: c.json_schema({LONG: 1, "not": {}}),
+        lambda c: c.json_schema({"const": 10**4000, "not": {}}),
+        lambda c: c.lark(f"start: {LONG}"),
+        lambda c: c.lark(f"start: A{LONG.upper()}\nA{LONG.upper()}: /a/ & /b/"),
+        lambda c: c.lark(f"start: A{LONG.upper()}\nA{LONG.upper()}: A{LONG.upper()}"),
+        lambda c: c.lark(f"start: A{LONG.upper()}\nA{LONG.upper()}: /{LONG * 12}/"),
+        lambda c: c.lark(f"start: <{LONG}>"),
+        lambda c: c.gbnf(f"root ::= {LONG}"),
+        lambda c: c.gbnf(f'root ::= "{LONG}'),
+        lambda c: c.gbnf(f"{LONG}"),
+        lambda c: c.compile(GrammarSource(LONG, "x")),
+    ],
+)
+def test_errors_repeat_little(compiler: GrammarCompiler, call: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        call(compiler)
+    assert len(str(caught.value)) <= 200, str(caught.value)
+
+
+# The words before thoughts, and between them and an answer.
+THOUGHTS = {
+    "think": ("<think>", "</think>"),
+    "think_brackets": ("[THINK]", "[/THINK]"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "start_thinking": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "seed": ("<seed:think>", "</seed:think>"),
+    "thought": ("<thought>", "</thought>"),
+    "granite": ("Here is my thought process:", "Here is my response:"),
+    "harmony": ("<|channel|>analysis<|message|>",
+                "<|end|><|start|>assistant<|channel|>final<|message|>"),
+}  # fmt: skip
+# Of each kind of a grammar: what it allows, and what not.
+GRAMMARS: dict[str, tuple[GrammarSource, str, str]] = {
+    "json_schema": (json_schema({"type": "array", "items": {"enum": [1, "a"]}}), '[1,"a"]', "[2]"),
+    "json_object": (json_object(), '{"a": [1, true]}', "[1]"),
+    "regex": (GrammarSource("regex", "ab+"), "abb", "ac"),
+    "choice": (choice(["yes", "no"]), "no", "nono"),
+    "lark": (GrammarSource("lark", 'start: "a" b\nb: "(" b? ")"'), "a(())", "a(()"),
+    "lark with an option": (GrammarSource("lark", '%llguidance {}\nstart: T\nT: /b+/'), "bb", "ba"),
+    "gbnf": (GrammarSource("gbnf", 'root ::= "a" b\nb ::= "(" b? ")"'), "a(())", "a(()"),
+    "a call": (FORMATS["hermes"].grammar(TOOLS[1:], "required", False) or json_object(),
+               '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>', "get"),
+}  # fmt: skip
+
+
+@functools.cache
+def thinker(
+    name: str, has_tokens: bool
+) -> tuple[ReasoningFormat, GrammarCompiler, Tokenizer, dict[str, int]]:
+    """Return a format of thoughts whose words are tokens or are none, and what compiles for it."""
+    source = "".join(THOUGHTS[name])
+    found = ReasoningFormat.of_template(source)
+    assert found is not None and found.name == name
+    inner = type(tokenizer_of("byte_level")).from_str(tokenizer_of("byte_level").to_str())
+    if has_tokens:
+        inner.add_special_tokens(list(found.words))
+    tokenizer, end = Tokenizer(inner), inner.token_to_id("</s>")
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [end])
+    found = ReasoningFormat.of_template(source, tokenizer)
+    assert found is not None and set(found.token_ids) >= (set(found.words) if has_tokens else set())
+    return found, compiler, tokenizer, {"vocab": tokenizer.vocab_size, "end": end}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_thoughts_come_before_every_kind_of_a_grammar(
+    kind: str, name: str, has_tokens: bool
 ) -> None:
-    thoughts = ReasoningFormat.of_template("... </think> ...", tokenizer)
-    assert thoughts is not None
-    grammar = compiler.compile(
-        json_schema(SCHEMAS["boolean"]), prefix=thoughts.grammar_prefix(is_inside)
-    )
-    for text in ("{ Hm.</think>true", "</think>\n\nfalse"):
-        assert accepts(compiler, tokenizer, grammar, text) == is_inside
-        assert accepts(compiler, tokenizer, grammar, f"<think>{text}") or is_inside
-    assert accepts(compiler, tokenizer, grammar, "true") != is_inside
+    format, compiler, tokenizer, sizes = thinker(name, has_tokens)
+    (first, last), (source, yes, no) = THOUGHTS[name], GRAMMARS[kind]
+    for is_inside in (True, False):
+        is_open = is_inside and name != "harmony"  # whose prompts end before thoughts
+        grammar = compiler.compile(source, prefix=format.grammar_prefix(is_inside))
+        thoughts = f"{'' if is_open else first}{{ Hm,\n[no].{last}"
+        assert accepts(grammar, tokenizer, thoughts + yes, **sizes)
+        for text in (thoughts + no, thoughts, f"{first}Hm.{yes}"):
+            assert not accepts(grammar, tokenizer, text, **sizes), text
+        alone = "<|channel|>final<|message|>" if name == "harmony" else ""
+        assert accepts(grammar, tokenizer, alone + yes, **sizes) != is_open

@@ -39,7 +39,10 @@ def body_of(data: bytes) -> Any:
         if b"\\ud" in data or b"\\uD" in data:
             json.dumps(body, ensure_ascii=False).encode()
         return body
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        message = "the body is no JSON that can be read: it has too many levels"
+        raise BadRequest("body", message) from error
+    except ValueError as error:
         raise BadRequest("body", f"the body is no JSON: {error}") from error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import Tensor
 
 from lmdecode._checks import check_int, install_hint, type_error
 from lmdecode.serving import grammar_source
+from lmdecode.serving.gbnf_lark import lark_of_gbnf
 from lmdecode.serving.grammar_source import GrammarSource, check_lark, check_text
 
 __all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarState"]
 
 _OP = "GrammarCompiler"
-_MAX_GBNF_RULES = 2_000  # the time of their translation is quadratic
+_MAX_MESSAGE = 160  # characters of the compiler's messages
 _STACK = 64 << 20  # bytes; the compiler is recursive
 _stack_lock = threading.Lock()
 
@@ -166,16 +167,20 @@ class GrammarCompiler:
         )
         self._cache: OrderedDict[tuple[GrammarSource, str], Future[CompiledGrammar]] = OrderedDict()
         self._lock, self._making = threading.Lock(), threading.Lock()
-        self._made: Any = None
+        self._made: tuple[Any, list[int]] | None = None
 
     @property
-    def _tokenizer(self) -> Any:
-        """The tokenizer as llguidance has it, made when it is first needed: it takes long."""
+    def _tokenizer(self) -> tuple[Any, list[int]]:
+        """The tokenizer as llguidance has it, and the tokens that are no text.
+
+        Made when it is first needed: it takes long.
+        """
         with self._making:
             if self._made is None:
                 ends = sorted(self._ends)
                 words = _Words(self._words, self._vocab, ends)
-                self._made = self._module.LLTokenizer(words, eos_token=ends)
+                tokenizer = self._module.LLTokenizer(words, eos_token=ends)
+                self._made = tokenizer, words.special_token_ids
         return self._made
 
     def json_object(self) -> CompiledGrammar:
@@ -247,18 +252,21 @@ class GrammarCompiler:
 
     def _compile(self, source: GrammarSource, prefix: str) -> CompiledGrammar:
         check_text("the grammar", source.text)
-        entry = _entry_of(source)
+        entry = _entry_of(source, self._lark_of_gbnf)
         grammars: list[dict[str, Any]] = [entry]
         if prefix:
             first = f"%llguidance {{}}\nstart: prefix @body\n{prefix}"
-            grammars = [{"lark_grammar": first}, {"name": "body", **entry}]
+            grammars = [{"lark_grammar": first}, {**entry, "name": "body"}]
         text = json.dumps({"grammars": grammars}, ensure_ascii=False)
         return CompiledGrammar(
             _with_stack(lambda: self._matcher_of(text)), -(-self._vocab // 32), self._ends
         )
 
+    def _lark_of_gbnf(self, text: str) -> str:
+        return lark_of_gbnf(text, self._words.inner.token_to_id, self._vocab, self._tokenizer[1])
+
     def _matcher_of(self, text: str) -> Any:
-        matcher = self._module.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        matcher = self._module.LLMatcher(self._tokenizer[0], text, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.deep_copy().compute_bitmask()  # large terminals are prepared by the first
             copy = matcher.deep_copy()
@@ -314,40 +322,31 @@ def _as_str(name: str, value: object) -> str:
     return value
 
 
-def _entry_of(source: GrammarSource) -> dict[str, Any]:
+def _entry_of(source: GrammarSource, lark_of_gbnf: Callable[[str], str]) -> dict[str, Any]:
     """Return a grammar as llguidance has it in its list; raise ValueError."""
     kind, text = source
     if kind not in ("json_schema", "regex", "lark", "gbnf"):
-        raise ValueError(f"a grammar is {kind!r}; expected json_schema, regex, lark or gbnf")
+        raise ValueError(f"a grammar is {kind!r:.80}; expected json_schema, regex, lark or gbnf")
     if kind == "json_schema":
         return {"json_schema": json.loads(text)}
     if kind == "regex":
         return json.loads(_llguidance().LLMatcher.grammar_from_regex(text))["grammars"][0]
     if kind == "gbnf":
-        text = _lark_of_gbnf(text)
+        return {"lark_grammar": lark_of_gbnf(text)}
     check_lark(text)
     return {"lark_grammar": text}
 
 
-def _lark_of_gbnf(text: str) -> str:
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    if (count := text.count("::=")) > _MAX_GBNF_RULES:
-        raise ValueError(f"the grammar has {count} rules; expected at most {_MAX_GBNF_RULES}")
-    try:
-        return gbnf_to_lark(text)
-    except RecursionError:
-        raise ValueError("the grammar is no GBNF: its brackets are nested too deeply") from None
-    except Exception as error:  # of no type of its own, or an IndexError of its parser
-        raise ValueError(f"the grammar is no GBNF: {_one_line(str(error))}") from None
-
-
 def _one_line(message: str) -> str:
     """Return the part of an error that says what is wrong, as one line."""
+    if "Too many items" in message:  # which it advises to avoid by other terminals
+        return "there are too many ways to go on"
     message = message.split("<state>")[0].split("<backtrace>")[0].replace("<non-verbose/>", "")
     lines = [line.strip() for line in message.splitlines()]
     text = " ".join(line for line in lines if line and line.strip("^ |"))
-    return text if len(text) <= 400 else f"{text[:397]}..."
+    if len(text) > _MAX_MESSAGE:  # it repeats the grammar, and has the reason at its end
+        text = f"{text[: _MAX_MESSAGE // 2]} ... {text[5 - _MAX_MESSAGE // 2 :]}"
+    return text
 
 
 def _with_stack(call: Any) -> Any:

@@ -23,11 +23,13 @@ class FieldError(ValueError):
     ----------
     param : str
         Its name, such as ``"response_format.json_schema.schema"``.
+    sentence : str
+        What is wrong, with its name.
     """
 
-    def __init__(self, param: str, message: str) -> None:
+    def __init__(self, param: str, message: str, between: str = " ") -> None:
         super().__init__(f"{param}: {message}")
-        self.param = param
+        self.param, self.sentence = param, f"{param}{between}{message}"
 
 
 def _text(param: str, value: Any) -> str:
@@ -124,7 +126,7 @@ def _within(param: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
     except FieldError:
         raise
     except (TypeError, ValueError) as error:
-        raise FieldError(param, str(error)) from None
+        raise FieldError(param, str(error), ": ") from None
 
 
 # Of vLLM: they change how a grammar is written, not what it allows.

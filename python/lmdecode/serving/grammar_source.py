@@ -105,7 +105,9 @@ def schema_text(schema: Any, *, strict: bool = True, is_short: bool = False) -> 
         check_text("the schema", schema)
         try:
             schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            raise ValueError(f"the schema is no JSON of at most {MAX_DEPTH} levels") from None
+        except ValueError as error:
             raise ValueError(f"the schema is no JSON ({error})") from None
     if schema is True:
         schema = {}
@@ -194,7 +196,7 @@ def check_lark(text: str) -> None:
         name = found[1]
         bodies[name] = bodies.get(name, "") + body
         if re.search(r"[&~](?![0-9])", body):
-            raise ValueError(f"the grammar has & or ~ in {name}; expected none")
+            raise ValueError(f"the grammar has & or ~ in {name:.80}; expected none")
     sizes: dict[str, int] = {}
     for name in bodies:
         if name.isupper():
@@ -208,7 +210,11 @@ def _without_schemas(text: str) -> str:
         parts.append(text[at : found.start()])
         try:
             schema, at = json.JSONDecoder().raw_decode(text, found.end())
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            raise ValueError(
+                f"a schema behind %json is no JSON of at most {MAX_DEPTH} levels"
+            ) from None
+        except ValueError as error:
             raise ValueError(f"a schema behind %json is no JSON ({error})") from None
         if isinstance(schema, dict):
             _check_schema(schema)
@@ -219,15 +225,15 @@ def _size_of(name: str, bodies: dict[str, str], sizes: dict[str, int], open_: se
     """Return how long a terminal is with all that it names."""
     if name not in sizes:
         if len(open_) > 200 or name in open_:
-            raise ValueError(f"the terminal {name} names itself, or others 200 levels deep")
+            raise ValueError(f"the terminal {name:.80} names itself, or others 200 levels deep")
         size = len(bodies[name])
         for part in re.findall(r"[A-Z_][A-Z_0-9-]*", bodies[name]):
             if part in bodies:
                 size += _size_of(part, bodies, sizes, {*open_, name})
         if size > _MAX_TERMINAL:
             raise ValueError(
-                f"the terminal {name} has more than {_MAX_TERMINAL} characters with all that it "
-                "names; expected fewer"
+                f"the terminal {name:.80} has more than {_MAX_TERMINAL} characters with all that "
+                "it names; expected fewer"
             )
         sizes[name] = size
     return sizes[name]

@@ -122,7 +122,7 @@ class Service:
         try:
             source = grammar_of_body({name: fields.get(name) for name in GRAMMAR_FIELDS})
         except FieldError as error:
-            raise BadRequest(error.param, str(error).replace(": ", " ", 1)) from error
+            raise BadRequest(error.param, error.sentence) from error
         name = next((name for name in GRAMMAR_FIELDS if name in fields), "tools")
         if forced is not None:
             if source is not None:
