@@ -253,7 +253,7 @@ def test_too_many_ways_to_go_on_are_an_error(
 ) -> None:
     """It says nothing of what the grammar was written as."""
     grammar = compiler.gbnf('root ::= "(" root ")" | ("if " | [a-z]+) [a-z]* root?')
-    with pytest.raises(RuntimeError, match=r"^the grammar has no next token: .*many ways to go on$"):
+    with pytest.raises(RuntimeError, match=r"^the grammar has no next token: .* ways to go on$"):
         accepts(grammar, tokenizer, "iffyiffyiffy")
 
 

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from lmdecode.serving.grammar_request import GRAMMAR_FIELDS, FieldError, grammar_of_body
+from lmdecode.serving.grammar_request import (
+    GRAMMAR_FIELDS,
+    FieldError,
+    grammar_field,
+    grammar_of_body,
+)
 from lmdecode.serving.grammar_source import choice, json_object, json_schema
 
 SCHEMA = {"type": "array", "items": {"type": "integer"}}
@@ -47,6 +52,12 @@ GBNF, LARK = 'root ::= "a"', 'start: "a"'
 )  # fmt: skip
 def test_fields(body: dict[str, Any], want: Any) -> None:
     assert grammar_of_body({"temperature": 1, **body}) == want
+
+
+def test_the_field_is_the_one_that_asks() -> None:
+    text = {"response_format": {"type": "text"}, "structured_outputs": {}, "guided_json": None}
+    assert grammar_field({**text, "guided_regex": "("}) == "guided_regex"
+    assert grammar_field(text) is None
 
 
 FORMAT = "response_format"

@@ -7,6 +7,7 @@ schema, as states are made when they are first met.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -342,8 +343,8 @@ def _one_line(message: str) -> str:
     if "Too many items" in message:  # which it advises to avoid by other terminals
         return "there are too many ways to go on"
     message = message.split("<state>")[0].split("<backtrace>")[0].replace("<non-verbose/>", "")
-    lines = [line.strip() for line in message.splitlines()]
-    text = " ".join(line for line in lines if line and line.strip("^ |"))
+    lines = [re.sub(r"^\s*([0-9]+ \|.*|[\^ |]+)$", "", line) for line in message.splitlines()]
+    text = " ".join(" ".join(lines).split())  # without a listing of the grammar
     if len(text) > _MAX_MESSAGE:  # it repeats the grammar, and has the reason at its end
         text = f"{text[: _MAX_MESSAGE // 2]} ... {text[5 - _MAX_MESSAGE // 2 :]}"
     return text

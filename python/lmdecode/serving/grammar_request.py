@@ -13,7 +13,7 @@ from lmdecode.serving.grammar_source import (
     json_schema,
 )
 
-__all__ = ["GRAMMAR_FIELDS", "FieldError", "grammar_of_body"]
+__all__ = ["GRAMMAR_FIELDS", "FieldError", "grammar_field", "grammar_of_body"]
 
 
 class FieldError(ValueError):
@@ -175,6 +175,19 @@ def grammar_of_body(fields: Mapping[str, Any]) -> GrammarSource | None:
     FieldError
         Names the field; also where two fields ask for a grammar.
     """
+    found = _sources(fields)
+    if len(found) > 1:
+        first, second = list(found)[:2]
+        raise FieldError(second, f"is given beside {first}; expected one of them")
+    return next(iter(found.values()), None)
+
+
+def grammar_field(fields: Mapping[str, Any]) -> str | None:
+    """Return the name of the field that asks for a grammar, None if there is none."""
+    return next(iter(_sources(fields)), None)
+
+
+def _sources(fields: Mapping[str, Any]) -> dict[str, GrammarSource]:
     found: dict[str, GrammarSource] = {}
     for name, read in _FIELDS.items():
         value = fields.get(name)
@@ -183,7 +196,4 @@ def grammar_of_body(fields: Mapping[str, Any]) -> GrammarSource | None:
         source = _within(name, value, read)
         if source is not None:
             found[name] = source
-    if len(found) > 1:
-        first, second = list(found)[:2]
-        raise FieldError(second, f"is given beside {first}; expected one of them")
-    return next(iter(found.values()), None)
+    return found

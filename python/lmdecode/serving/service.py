@@ -16,7 +16,12 @@ from lmdecode.quality import token_logprobs
 from lmdecode.serving.errors import BadRequest, RequestError, error_of_engine, reason_of
 from lmdecode.serving.fields import Fields
 from lmdecode.serving.grammar import CompiledGrammar, GrammarCompiler
-from lmdecode.serving.grammar_request import GRAMMAR_FIELDS, FieldError, grammar_of_body
+from lmdecode.serving.grammar_request import (
+    GRAMMAR_FIELDS,
+    FieldError,
+    grammar_field,
+    grammar_of_body,
+)
 from lmdecode.serving.grammar_source import GrammarSource
 from lmdecode.serving.parameters import NAMES
 from lmdecode.serving.reasoning import ReasoningFormat
@@ -119,21 +124,21 @@ class Service:
         BadRequest
             The grammar is wrong, too large, or one of two.
         """
+        body = {name: fields.get(name) for name in GRAMMAR_FIELDS}
         try:
-            source = grammar_of_body({name: fields.get(name) for name in GRAMMAR_FIELDS})
+            source = grammar_of_body(body)
         except FieldError as error:
             raise BadRequest(error.param, error.sentence) from error
-        name = next((name for name in GRAMMAR_FIELDS if name in fields), "tools")
-        if forced is not None:
-            if source is not None:
-                raise BadRequest(name, f"{name} is given; expected none beside calls of tools")
-            source, name = forced, "tools"
-        if source is None:
+        if forced is not None and source is not None:
+            name = grammar_field(body)
+            raise BadRequest(name, f"{name} is given; expected none beside calls of tools")
+        chosen = forced or source
+        if chosen is None:
             return None
-        chosen = source
         try:
             return await asyncio.to_thread(lambda: self._grammars.compile(chosen, prefix=prefix))
         except (ImportError, TypeError, ValueError) as error:
+            name = grammar_field(body) or "tools"
             raise BadRequest(name, f"{name}: {error}") from error
 
     async def rendered(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
