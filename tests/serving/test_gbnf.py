@@ -104,6 +104,8 @@ CASES = {
         ["ab", "(ab)"]),
     "a repetition and what goes on with it": (
         'root ::= [a-z]* "ab" ("(" root ")")?', ["ab", "abab", "xab(ab)"], ["ba", "ab()"]),
+    "a repetition and what goes on with it behind an empty part": (
+        'root ::= [ab]+ x "b"\nx ::= "(" root ")" |', ["ab", "bbb", "a(bb)b"], ["b", "a(b)b"]),
     "a keyword and a name": (
         'root ::= "(" root ")" | "if" ":"? root | [a-z]+ ":"', ["if:a:", "ifa:", "(if(if:))", "i:"],
         ["if", "a", "if:if"]),
