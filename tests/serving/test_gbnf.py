@@ -229,6 +229,8 @@ LARGE: dict[str, tuple[str, str]] = {
     "many words": ("root ::= (" + " | ".join(f'"word{i}"' for i in range(3000)) + ") root?", ""),
     "many rules": ("root ::= r0\n" + "\n".join(
         f'r{i} ::= "({i}" r{i + 1}? ")"' for i in range(900)) + "\nr900 ::= root", ""),
+    "optional parts": ('root ::= "(" root ")" | ' + '"a"? ' * 200, ""),
+    "more optional parts": ('root ::= "(" root ")" | ' + '"a"? ' * 600, "precomputation failed$"),
     "counts of counts": ('root ::= (("a" root?){90000}){90000}', ""),
     "brackets": ("root ::= " + "(" * 200 + '"a"' + ")?" * 200, ""),
     "many characters": (

@@ -307,19 +307,19 @@ class _Writer:
 
     def _pieces(self, parts: list[_Terminal]) -> list[_Terminal]:
         """Join terminals that stand in a row."""
-        joined = self._joined(parts, False) if len(parts) > 1 and not self._only_single else None
-        if joined is None:
-            return parts
-        if (cut := self._cuts.get(joined.regex)) is None:
-            return [joined]
-        # Behind the part that has the first of the places, and before it if it has both.
-        part, part_too = (bisect.bisect_right(joined.begins, place) - 1 for place in cut)
-        edges = sorted({0, part if part == part_too else 0, part + 1, len(parts)})
-        return [
-            piece
-            for begin, end in itertools.pairwise(edges)
-            for piece in self._pieces(parts[begin:end])
-        ]
+        waiting, pieces = [parts], list[_Terminal]()
+        while waiting:
+            parts = waiting.pop()
+            joined = None if self._only_single or len(parts) < 2 else self._joined(parts, False)
+            cut = None if joined is None else self._cuts.get(joined.regex)
+            if joined is None or cut is None:
+                pieces += parts if joined is None else [joined]
+                continue
+            # Behind the part that has the first of the places, and before it if it has both.
+            part, part_too = (bisect.bisect_right(joined.begins, place) - 1 for place in cut)
+            edges = sorted({0, part if part == part_too else 0, part + 1, len(parts)})
+            waiting += [parts[begin:end] for begin, end in itertools.pairwise(edges)][::-1]
+        return pieces
 
     def _unroll(self, node: Repeated) -> Row | None:
         """Return ``(a | b)*`` as ``a* (b a*)*``, where a is a terminal and b is none."""

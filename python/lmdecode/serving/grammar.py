@@ -340,9 +340,10 @@ def _entry_of(source: GrammarSource, lark_of_gbnf: Callable[[str], str]) -> dict
 
 def _one_line(message: str) -> str:
     """Return the part of an error that says what is wrong, as one line."""
-    if "Too many items" in message:  # which it advises to avoid by other terminals
+    if "Too many items" in message:
         return "there are too many ways to go on"
     message = message.split("<state>")[0].split("<backtrace>")[0].replace("<non-verbose/>", "")
+    message = re.sub(r"; either increase limits\..*", "", message)  # advice for others
     lines = [re.sub(r"^\s*([0-9]+ \|.*|[\^ |]+)$", "", line) for line in message.splitlines()]
     text = " ".join(" ".join(lines).split())  # without a listing of the grammar
     if len(text) > _MAX_MESSAGE:  # it repeats the grammar, and has the reason at its end
