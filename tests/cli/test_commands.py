@@ -77,6 +77,11 @@ def test_help_fits_a_screen(
         (["run", str(G2P), "a"], 1, "is an encoder-decoder model; expected a decoder-only one"),
         (["translate", str(KJV)], 1, "is a decoder-only model; expected an encoder-decoder one"),
         (["translate", str(G2P), "--to", "de"], 1, "--to is given; expected none"),
+        (["translate", "/none", " "], 1, "the text is empty; expected a text"),
+        (["translate", "/none", "a", "--file", __file__], 1, "a text and --file are given: 'a'"),
+        (["translate", "/none", "--file", "/none"], 1, "--file is /none; expected a file"),
+        (["translate", "/none", __file__], 1, f"expected a text, or --file {__file__}"),
+        (["translate", "/none", "a", "b"], 2, "unrecognized arguments: b"),
         (["store", "ls", "/none"], 1, "no store in /none"),
     ],
 )  # fmt: skip
@@ -280,7 +285,8 @@ def test_translate(
 ) -> None:
     words = ["through", "tough", "", "abandon"]
     (tmp_path / "words.txt").write_text("\n".join(words))
-    assert main(["translate", str(G2P), str(tmp_path / "words.txt"), "--dtype", "float32"]) == 0
+    of_file = ["--file", str(tmp_path / "words.txt"), "--dtype", "float32"]
+    assert main(["translate", str(G2P), *of_file]) == 0
     lines = capsys.readouterr().out.splitlines()
     decoding = lmdecode.Decoding.from_pretrained(G2P, "float32")
     tokenizer = transformers.AutoTokenizer.from_pretrained(G2P)
@@ -299,6 +305,14 @@ def test_translate(
     stdin(monkeypatch, "through\n\ntough\n")
     assert main(["translate", str(saved)]) == 0
     assert capsys.readouterr().out.splitlines() == [lines[0], "", lines[1]]
+    for text, found in (("through", lines[:1]), ("through\n\ntough", [lines[0], "", lines[1]])):
+        assert main(["translate", str(saved), text]) == 0
+        assert capsys.readouterr().out.splitlines() == found
+    stdin(monkeypatch, "tough")
+    assert main(["translate", str(saved), "-"]) == 0
+    assert capsys.readouterr().out.splitlines() == [lines[1]]
+    assert main(["translate", str(saved), *of_file, *of_file]) == 0
+    assert capsys.readouterr().out.splitlines() == [*lines, *lines]
 
 
 def test_store_has_the_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

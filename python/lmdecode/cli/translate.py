@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,15 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "translate",
         help=COMMANDS["translate"],
-        description="Translate lines of files, or of the standard input. An empty line stays one.",
+        usage="lmdecode translate MODEL [TEXT] [options]",
+        description="Translate a text, or the lines of files, each by itself. Without a text, or "
+        "with -, lines are read from the standard input. An empty line stays one.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="in UTF-8")
+    parser.add_argument("text", nargs="?", metavar="TEXT", help="text; -: standard input")
     add = parser.add_argument
+    add("--file", action="append", default=[], type=Path, metavar="FILE",
+        help="of lines in UTF-8; may be given again")  # fmt: skip
     add("--dtype", metavar="FORMAT", help=f"of weights (default {DEFAULT_DTYPE})")
     add("--beams", type=int, metavar="N", help="of the search (default: the model's)")
     add("--max-tokens", type=int, metavar="N", help="of a translation (default: the model's)")
@@ -45,14 +51,35 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=_run)
 
 
-def _lines(files: Sequence[Path]) -> Iterator[str]:
-    if not files:
-        for line in sys.stdin.buffer:
-            yield line.decode(errors="replace").rstrip("\r\n")
-    for path in files:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                yield line.rstrip("\r\n")
+def _check_source(given: argparse.Namespace) -> None:
+    """Check what is named to be translated."""
+    text = given.text
+    for path in given.file:
+        if not path.exists() or path.is_dir():
+            raise CommandError(f"--file is {path}; expected a file")
+    if text is None:
+        return
+    if given.file:
+        raise CommandError(f"a text and --file are given: {text!r}; expected one of them")
+    if not text.strip():
+        raise CommandError("the text is empty; expected a text")
+    if os.path.isfile(text):
+        raise CommandError(f"the text is the name of a file; expected a text, or --file {text}")
+
+
+def _lines(given: argparse.Namespace) -> Iterator[str]:
+    if given.file:
+        for path in given.file:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    yield line.rstrip("\r\n")
+    elif given.text not in (None, "-"):
+        yield from (line.rstrip("\n") for line in io.StringIO(given.text, newline=None))
+    else:
+        if sys.stdin.isatty():
+            print("Write the lines; Ctrl-D ends them.", file=sys.stderr)
+        for data in sys.stdin.buffer:
+            yield data.decode(errors="replace").rstrip("\r\n")
 
 
 def _decoding(path: Path, dtype: str | None) -> Decoding:
@@ -103,6 +130,7 @@ def _forced(tokenizer: Any, target: str | None) -> dict[str, Any]:
 
 def _run(given: argparse.Namespace) -> int:
     check_at_least_1(given, "beams", "max_tokens", "batch_tokens")
+    _check_source(given)
     set_threads(given)
     be_quiet()
     path = local_path(given.model)
@@ -115,7 +143,7 @@ def _run(given: argparse.Namespace) -> int:
         "max_batch_tokens": given.batch_tokens,
         **_forced(tokenizer, given.target),
     }
-    lines = _lines(given.files)
+    lines = _lines(given)
     while batch := list(islice(lines, _LINES)):
         said = [line for line in batch if line.strip()]
         found = iter(_translated(decoding, tokenizer, [given.prefix + line for line in said],
