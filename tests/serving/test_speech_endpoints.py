@@ -90,6 +90,10 @@ def test_words(client: Any) -> None:
     assert "".join(word.word for word in got.words or ()).replace(" ", "") == "".join(
         segment.text for segment in got.segments
     ).replace(" ", "")
+    words = got.words
+    for segment in got.segments:  # begins and ends with its words
+        inside = [w for w in words if segment.start <= w.start <= w.end <= segment.end]
+        assert (inside[0].start, inside[-1].end) == (segment.start, segment.end)
 
 
 def test_a_stream(client: Any) -> None:

@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 import lmdecode
+from lmdecode.speech import Segment
 from tests.decoder.whisper_models import audio, whisper_pair
 from tests.decoder.whisper_tokenizer import whisper_tokenizer
 
-__all__ = ["EASY", "sound", "tokenizer", "transcriber", "transcriber_pair", "write_wave"]
+__all__ = [
+    "EASY",
+    "check_times",
+    "sound",
+    "tokenizer",
+    "transcriber",
+    "transcriber_pair",
+    "write_wave",
+]
 
 # What a random model's text needs: it is improbable, and repeats itself.
 EASY: dict[str, Any] = {
@@ -56,3 +65,14 @@ def write_wave(path: Path, samples: Tensor) -> None:
         file.setsampwidth(2)
         file.setframerate(16000)
         file.writeframes((samples * 0.5 * 32767).short().numpy().tobytes())
+
+
+def check_times(segments: list[Segment], seconds: float) -> None:
+    """Segments begin and end with their words, and follow each other within the sound."""
+    at = 0.0
+    for segment in segments:
+        assert segment.words and "".join(word.word for word in segment.words) == segment.text
+        assert segment.start == segment.words[0].start and segment.end == segment.words[-1].end
+        for word in segment.words:
+            assert at <= word.start <= word.end <= seconds
+            at = word.end

@@ -11,7 +11,7 @@ import torch
 
 from lmdecode.speech import voice_activity
 from lmdecode.speech.voice_activity import speech_of
-from tests.speech.models import EASY, sound, transcriber
+from tests.speech.models import EASY, check_times, sound, transcriber
 
 
 @pytest.fixture
@@ -63,6 +63,15 @@ def test_windows_are_where_speech_is(asked: list[dict[str, Any]], batched: bool)
         assert 50 <= segment.seek < 240 or 400 <= segment.seek < 650
     assert {50, 400} <= {segment.seek for segment in found}
     assert list(ours.transcribe(sound(7.0), vad=True, batched=batched, **EASY)[0]) == found
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_words_are_where_speech_is(asked: list[dict[str, Any]], batched: bool) -> None:
+    options: dict[str, Any] = {"vad": True, "batched": batched, "word_timestamps": True, **EASY}
+    found = list(transcriber(1).transcribe(sound(7.0), **options)[0])
+    check_times(found, 6.5)
+    for segment in found:
+        assert 0.5 <= segment.start and (segment.end <= 2.4 or 4.0 <= segment.start)
 
 
 def test_nobody_speaks(asked: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 
 from lmdecode.decoder.cross_attention import CrossAttention
 from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.speech.alignment import TimedTokens, first_positions, words_of
-from lmdecode.speech.segments import Word
+from lmdecode.speech import file_task
+from lmdecode.speech.alignment import TimedTokens, TimedWord, first_positions, words_of
+from lmdecode.speech.formats import FORMATS
 from lmdecode.speech.tokenizer import SpeechTokenizer
+from lmdecode.speech.word_times import join_marks
 from tests.decoder.whisper_models import FIRST_TIMESTAMP, SECONDS, short_audio, whisper_pair
-from tests.speech.models import EASY, sound, transcriber_pair
+from tests.speech.models import EASY, check_times, sound, transcriber, transcriber_pair
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -55,7 +58,9 @@ def test_heads_that_there_are_not() -> None:
 
 @pytest.mark.parametrize("beam_size", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_times_of_tokens(seed: int, beam_size: int) -> None:
+def test_times_of_tokens(seed: int, beam_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before rules for long words change them."""
+    monkeypatch.setattr(file_task, "refine", lambda pieces, spoken, *others: spoken)
     model, ours = transcriber_pair(seed)
     inputs = short_audio(1, seed)
     expected = model.generate(
@@ -111,42 +116,82 @@ class _Pieces:
 
 
 def timed(count: int) -> TimedTokens:
-    starts = [float(i) for i in range(count + 1)]
-    return TimedTokens(list(range(count)), starts, [-0.5 * i for i in range(count)])
+    tokens = list(range(count))
+    return TimedTokens(tokens, [*tokens, count], [-0.5 * i for i in tokens])
 
 
-def words(language: str, *texts: str) -> list[Word]:
-    texts_of = SpeechTokenizer(_Pieces(*texts), 1000)
-    found = words_of(timed(len(texts)), texts_of, language, "\"'([", "\"'.,!?)]")
-    assert sum(count for _, count in found) == len(texts)
-    return [word for word, _ in found]
+def words(language: str, *texts: str) -> list[TimedWord]:
+    found = words_of(timed(len(texts)), SpeechTokenizer(_Pieces(*texts), 1000), language)
+    assert found[-1].stop == len(texts)
+    return join_marks(found, "\"'([", "\"'.,!?)]")
 
 
 def test_words_of_several_tokens() -> None:
     found = words("en", " Hel", "lo", " wor", "ld", "!")
-    assert [word.word for word in found] == [" Hello", " world!"]
-    assert [(word.start, word.end) for word in found] == [(0.0, 2.0), (2.0, 4.5)]
+    assert [word.text for word in found] == [" Hello", " world!"]
+    assert [(word.start, word.stop) for word in found] == [(0, 2), (2, 4)]
     assert found[0].probability == pytest.approx((1 + 2.718281828**-0.5) / 2)
 
 
 def test_marks_belong_to_words() -> None:
     found = words("en", " (", "yes", " no", ")", ",", ' "', "ok", ".")
-    assert [word.word for word in found] == [" (yes", " no),", ' "ok.']
-    assert found[0].start == 0.0
-    assert [word.word for word in words("en", ".", ",")] == [".,"]
+    assert [word.text for word in found] == [" (yes", " no),", ' "ok.']
+    assert found[0].start == 0
+    assert [word.text for word in words("en", ".", ",")] == [".,"]
 
 
 def test_languages_without_spaces() -> None:
     # Two characters of three bytes each, cut within.
     first, second = ("\u4f60".encode(), "\u597d".encode())
     pieces = [part.decode("latin-1") for part in (first[:2], first[2:], second[:1], second[1:])]
-    assert [word.word for word in words("zh", *pieces)] == ["\u4f60", "\u597d"]
-    assert [word.word for word in words("en", *pieces)] == ["\u4f60\u597d"]
+    assert [word.text for word in words("zh", *pieces)] == ["\u4f60", "\u597d"]
+    assert [word.text for word in words("en", *pieces)] == ["\u4f60\u597d"]
     half = [first[:2].decode("latin-1")]
-    assert [word.word for word in words("zh", *half)] == ["\N{REPLACEMENT CHARACTER}"]
+    assert [word.text for word in words("zh", *half)] == ["\N{REPLACEMENT CHARACTER}"]
 
 
 def test_no_positions_or_tokens() -> None:
     assert first_positions(torch.zeros(2, 3, 0), 7) == [0, 0, 0]
     assert first_positions(torch.zeros(2, 0, 5), 7) == []
     assert first_positions(torch.ones(2, 3, 5), 7)[0] == 0  # all alike: no deviation
+
+
+@pytest.mark.parametrize("beam_size", [1, 5])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batched": True}, {"without_timestamps": True}, {"condition_on_previous_text": False}],
+    ids=str,
+)
+def test_words_lie_in_their_segments(options: dict[str, Any], beam_size: int) -> None:
+    """And words change no text."""
+    ours = transcriber(1)
+    asked: dict[str, Any] = {**EASY, "language": "en", "beam_size": beam_size, **options}
+    sounds = [sound(5.2), sound(SECONDS, 1), sound(0.7, 2)]
+    timed = [list(one) for one, _ in ours.transcribe(sounds, word_timestamps=True, **asked)]
+    plain = [list(one) for one, _ in ours.transcribe(sounds, **asked)]
+    for segments, others, samples in zip(timed, plain, sounds, strict=True):
+        check_times(segments, len(samples) / 16000)
+        assert [(one.text, one.tokens) for one in segments] == [
+            (one.text, one.tokens) for one in others
+        ]
+        assert all(one.words is None for one in others)
+    assert [(one.start, one.end) for one in timed[0]] != [(one.start, one.end) for one in plain[0]]
+
+
+def test_times_of_words_are_those_of_every_format() -> None:
+    segments, info = transcriber(1).transcribe(sound(5.2), word_timestamps=True, **EASY)
+    kept = list(segments)
+    found = json.loads(FORMATS["verbose_json"](kept, info))
+    words = iter(found["words"])
+    for segment, one in zip(found["segments"], kept, strict=True):
+        of_segment = [next(words) for _ in one.words or ()]
+        assert (segment["start"], segment["end"]) == (
+            of_segment[0]["start"], of_segment[-1]["end"]
+        )  # fmt: skip
+    assert next(words, None) is None
+    for name, mark in (("srt", ","), ("vtt", ".")):
+        cues = [line for line in FORMATS[name](kept, info).splitlines() if "-->" in line]
+        for cue, one in zip(cues, kept, strict=True):
+            assert one.words is not None
+            ends = (one.words[0].start, one.words[-1].end)
+            assert cue == " --> ".join(f"00:00:{end:06.3f}".replace(".", mark) for end in ends)

@@ -39,7 +39,11 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--language", metavar="CODE", help="default: detected")
     parser.add_argument("--task", choices=TASKS, default="transcribe", help="translate: to English")
     parser.add_argument("--beam-size", type=int, default=5, metavar="N", help="default 5")
-    parser.add_argument("--word-timestamps", action="store_true", help="times of words, in JSON")
+    parser.add_argument(
+        "--word-timestamps",
+        action="store_true",
+        help="times of words, in JSON; segments keep to them",
+    )
     parser.add_argument("--vad", action="store_true", help="leave out what is not speech")
     parser.add_argument("--format", choices=_FORMATS, default="txt", help="default txt")
     parser.add_argument(

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmdecode._ops import ops
-from lmdecode.speech.segments import Word
 from lmdecode.speech.tokenizer import SpeechTokenizer
 
-__all__ = ["TimedTokens", "first_positions", "words_of"]
-
-
-_MARK_SECONDS = 0.5  # that a punctuation mark lengthens a word at most
+__all__ = ["TimedTokens", "TimedWord", "first_positions", "words_of"]
 
 
 class TimedTokens(NamedTuple):
@@ -25,15 +21,35 @@ class TimedTokens(NamedTuple):
     ----------
     tokens : list of int
         Those of text alone.
-    starts : list of float
-        Seconds at which each begins, and at which what follows the last one does.
+    starts : list of int
+        Frames at which each begins, and at which what follows the last one does.
     log_probs : list of float
         Of each.
     """
 
     tokens: list[int]
-    starts: list[float]
+    starts: list[int]
     log_probs: list[float]
+
+
+@dataclass
+class TimedWord:
+    """A word, or a mark, and its time.
+
+    Attributes
+    ----------
+    text : str
+        With the space in front of it.
+    start, stop : int
+        Frames.
+    probability : float
+        Mean probability of its tokens.
+    """
+
+    text: str
+    start: int
+    stop: int
+    probability: float
 
 
 def _median(values: Tensor, width: int) -> Tensor:
@@ -65,14 +81,8 @@ def first_positions(attention: Tensor, median_width: int) -> list[int]:
     return positions
 
 
-def words_of(
-    timed: TimedTokens,
-    texts: SpeechTokenizer,
-    language: str,
-    prepended: str,
-    appended: str,
-) -> list[tuple[Word, int]]:
-    """Return words, and the number of tokens of each.
+def words_of(timed: TimedTokens, texts: SpeechTokenizer, language: str) -> list[TimedWord]:
+    """Return words, and punctuation marks apart from them.
 
     Parameters
     ----------
@@ -82,48 +92,12 @@ def words_of(
         The model's tokenizer.
     language : str
         Code of the text's language.
-    prepended, appended : str
-        Punctuation that belongs to the word behind it, and before it.
     """
-    found: list[tuple[Word, int]] = []
+    found: list[TimedWord] = []
     at = 0
     for text, count in texts.words(timed.tokens, language):
-        probabilities = torch.tensor(timed.log_probs[at : at + count]).exp()
-        found.append(
-            (
-                Word(timed.starts[at], timed.starts[at + count], text, float(probabilities.mean())),
-                count,
-            )
-        )
-        at += count
-    return _with_punctuation(found, prepended, appended)
-
-
-def _with_punctuation(
-    words: Sequence[tuple[Word, int]], prepended: str, appended: str
-) -> list[tuple[Word, int]]:
-    """Let punctuation that stands alone be part of the words that it belongs to."""
-    kept: list[tuple[Word, int]] = []
-    for word, count in reversed(words):  # opening ones, which stand before a word
-        text = word.word
-        if kept and text.startswith(" ") and text.strip() and text.strip() in prepended:
-            behind, of_behind = kept[-1]
-            kept[-1] = (
-                Word(word.start, behind.end, text + behind.word, behind.probability),
-                (count + of_behind),
-            )
-        else:
-            kept.append((word, count))
-    found: list[tuple[Word, int]] = []
-    for word, count in reversed(kept):
-        if found and word.word in appended and not found[-1][0].word.endswith(" "):
-            before, of_before = found[-1]
-            # What the decoder attends to for a mark is the pause behind a word, however long.
-            end = min(word.end, round(before.end + _MARK_SECONDS, 2))
-            found[-1] = (
-                Word(before.start, end, before.word + word.word, before.probability),
-                of_before + count,
-            )
-        else:
-            found.append((word, count))
+        end = at + count
+        probability = float(torch.tensor(timed.log_probs[at:end]).exp().mean())
+        found.append(TimedWord(text, timed.starts[at], timed.starts[end], probability))
+        at = end
     return found

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lmdecode.speech.alignment import TimedTokens, first_positions, words_of
+from lmdecode.speech.alignment import TimedTokens, TimedWord, first_positions, words_of
 from lmdecode.speech.features import HOP, RATE
 from lmdecode.speech.model import SpeechModel
 from lmdecode.speech.options import TranscriptionOptions
 from lmdecode.speech.segments import Segment, Word
 from lmdecode.speech.window_decoder import DecodedWindow, Window
 from lmdecode.speech.windows import Piece, split_window
+from lmdecode.speech.word_times import TimedPiece, refine
 
 __all__ = ["FRAMES_A_SECOND", "FileTask"]
 
@@ -76,6 +77,7 @@ class FileTask:
         self._is_asked = False  # for what may be decoded now
         self._found: dict[int, tuple[Window, DecodedWindow]] = {}  # out of order, by windows
         self._count = 0  # segments
+        self._spoken = 0  # frame at which the last word ends
         self._earlier = self._initial_prompt()
         self._reset_at = 0  # earlier text that is not looked at any more
 
@@ -181,14 +183,13 @@ class FileTask:
                 frames,
                 is_cut=self._in_order,
             )
-            words = self._words(window, decoded, pieces, frames)
-            for piece, of_piece in zip(pieces, words, strict=True):
-                self._add(window, decoded, piece, of_piece)
+            # Times that do not go on would be heard for ever.
+            step = step if step > 0 else frames
+            self._add(window, decoded, pieces, min(step, frames))
             is_hot = decoded.temperature > options.prompt_reset_on_temperature
             if not options.condition_on_previous_text or is_hot:
                 self._reset_at = len(self._earlier)
-        # Times that do not go on would be heard for ever.
-        self._seek = window.seek + (step if step > 0 else frames)
+        self._seek = window.seek + step
         if not self._in_order or self._seek >= end:
             self._part += 1
             if self._part == len(self._parts):
@@ -208,73 +209,88 @@ class FileTask:
         return least is None or decoded.avg_logprob <= least
 
     def _add(
-        self, window: Window, decoded: DecodedWindow, piece: Piece, words: list[Word] | None
+        self, window: Window, decoded: DecodedWindow, pieces: Sequence[Piece], frames: int
     ) -> None:
-        tokens = decoded.tokens[piece.begin : piece.end]
-        text = self._model.texts.decode(tokens)
+        """Make segments of the pieces that have a text and a length.
+
+        ``frames`` are those of the window, or those before the next one.
+        """
+        options, times = self._options, self._times(window, decoded)
+        found: list[tuple[TimedPiece, list[int], str]] = []
+        for piece in pieces:
+            tokens = decoded.tokens[piece.begin : piece.end]
+            text = self._model.texts.decode(tokens)
+            start, stop = self._span(window, piece)
+            if start < stop and text.strip():
+                words = [] if times is None else self._words(decoded, piece, times)
+                found.append((TimedPiece(start, stop, words), tokens, text))
+        self._spoken = refine(
+            [timed for timed, _, _ in found],
+            self._spoken,
+            window.seek + frames,
+            options.prepend_punctuations,
+            options.append_punctuations,
+        )
+        for timed, tokens, text in found:
+            self._earlier += tokens
+            self._count += 1
+            self.ready.append(
+                Segment(
+                    id=self._count,
+                    seek=window.seek,
+                    start=timed.start / FRAMES_A_SECOND,
+                    end=timed.stop / FRAMES_A_SECOND,
+                    text=text,
+                    tokens=tokens,
+                    avg_logprob=decoded.avg_logprob,
+                    compression_ratio=decoded.compression_ratio,
+                    no_speech_prob=decoded.no_speech_prob,
+                    words=None if times is None else [_word(word) for word in timed.words],
+                    temperature=decoded.temperature,
+                )
+            )
+
+    def _span(self, window: Window, piece: Piece) -> tuple[int, int]:
+        """Return the frames of the sound at which a piece begins and ends by its own times."""
         # The last time may be behind the sound.
         stop = max(piece.start, min(piece.stop, self._parts[-1][1] - window.seek))
         if piece.stop > piece.start:
             stop = max(stop, min(piece.start + self._model.frames_of_time, piece.stop))
-        start, end = ((window.seek + frame) / FRAMES_A_SECOND for frame in (piece.start, stop))
-        if self._options.without_timestamps and words:
-            start, end = words[0].start, words[-1].end
-        if start == end or not text.strip():
-            return
-        self._earlier += tokens
-        self._count += 1
-        self.ready.append(
-            Segment(
-                id=self._count,
-                seek=window.seek,
-                start=start,
-                end=end,
-                text=text,
-                tokens=tokens,
-                avg_logprob=decoded.avg_logprob,
-                compression_ratio=decoded.compression_ratio,
-                no_speech_prob=decoded.no_speech_prob,
-                words=words,
-                temperature=decoded.temperature,
-            )
-        )
+        return window.seek + piece.start, window.seek + stop
 
     # ---- words
 
-    def _words(
-        self, window: Window, decoded: DecodedWindow, pieces: Sequence[Piece], frames: int
-    ) -> list[list[Word] | None]:
-        """Return the words of each piece, or None for each where they are not asked for."""
+    def _times(self, window: Window, decoded: DecodedWindow) -> list[int] | None:
+        """Return the frame of the sound at which each token begins, and the end behind them.
+
+        None if words are not asked for.
+        """
         if decoded.attention is None:
-            return [None] * len(pieces)
-        model, options = self._model, self._options
+            return None
+        model = self._model
+        frames = min(model.frames, self._parts[self._part][1] - window.seek)
         positions = max(1, frames // model.frames_of_time)
         # A time in front of all text is at no place of the sound.
         first = int(bool(decoded.tokens) and decoded.tokens[0] >= model.tokens.first_time)
         attention = decoded.attention[:, first:, :positions]
         found = [0] * first + first_positions(attention, model.median_width)
-        second = model.frames_of_time / FRAMES_A_SECOND
-        offset = window.seek / FRAMES_A_SECOND
-        times = [round(offset + position * second, 2) for position in found]
-        words: list[list[Word] | None] = []
-        for piece in pieces:
-            places = [
-                place
-                for place in range(piece.begin, piece.end)
-                if decoded.tokens[place] < model.tokens.end
-            ]
-            behind = places[-1] + 1 if places else piece.begin
-            timed = TimedTokens(
-                [decoded.tokens[place] for place in places],
-                [times[place] for place in (*places, behind)],
-                [decoded.log_probs[place] for place in places],
-            )
-            merged = words_of(
-                timed,
-                model.texts,
-                self._language,
-                options.prepend_punctuations,
-                options.append_punctuations,
-            )
-            words.append([word for word, _ in merged])
-        return words
+        return [window.seek + position * model.frames_of_time for position in found]
+
+    def _words(self, decoded: DecodedWindow, piece: Piece, times: Sequence[int]) -> list[TimedWord]:
+        """Return the words of a piece that has a text."""
+        places = [
+            place
+            for place in range(piece.begin, piece.end)
+            if decoded.tokens[place] < self._model.tokens.end
+        ]
+        timed = TimedTokens(
+            [decoded.tokens[place] for place in places],
+            [times[place] for place in (*places, places[-1] + 1)],
+            [decoded.log_probs[place] for place in places],
+        )
+        return words_of(timed, self._model.texts, self._language)
+
+
+def _word(word: TimedWord) -> Word:
+    start, end = word.start / FRAMES_A_SECOND, word.stop / FRAMES_A_SECOND
+    return Word(start, end, word.text, word.probability)

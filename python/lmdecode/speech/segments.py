@@ -17,7 +17,7 @@ class Word:
     Attributes
     ----------
     start, end : float
-        Seconds from the beginning of the sound.
+        Seconds from the beginning of the sound, without the pause at a punctuation mark.
     word : str
         The text, with the space in front of it and its punctuation.
     probability : float
@@ -41,7 +41,8 @@ class Segment:
     seek : int
         Frame, of 10 ms, at which its window begins.
     start, end : float
-        Seconds from the beginning of the sound.
+        Seconds from the beginning of the sound: those of the first and the last word if words are
+        asked for, and otherwise what the decoder says.
     text : str
         The text, usually with a space in front.
     tokens : list of int

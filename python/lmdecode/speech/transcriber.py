@@ -241,7 +241,7 @@ class Transcriber:
         without_timestamps : bool
             Whether a window is one segment, False.
         word_timestamps : bool
-            Whether segments have words, False.
+            Whether segments have words, and begin and end with them, False.
         prepend_punctuations, append_punctuations : str
             Punctuation that belongs to the word behind it, and before it.
         max_new_tokens : int, optional
