@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_pack_linears import IDS, SMALL, gpt2, logits, packed
-from test_quantized_checkpoints import awq_columns, same, words_of
+from test_quantized_checkpoints import awq_columns, same, words_of, zero_words
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -39,6 +39,9 @@ FORMATS = {
     "gptq_v2": V2,
     "gptq, desc_act": MIXED,
     "gptq, the head too": {**GPTQ, "lm_head": True},
+    "gptq, symmetric": {**GPTQ, "sym": True},
+    "gptq_v2, symmetric": {**V2, "sym": True},
+    "gptq, not told": {**GPTQ, "sym": None},
 }
 
 
@@ -69,19 +72,21 @@ def write(folder: Path, settings: dict[str, Any], model: nn.Module) -> nn.Module
         size = inputs if settings["group_size"] == -1 else settings["group_size"]
         q = torch.randint(16, (inputs, outputs), generator=generator)
         scales = torch.rand(inputs // size, outputs, generator=generator).half() / 64
-        stored = torch.randint(16, scales.shape, generator=generator)
+        zeros = torch.randint(16, scales.shape, generator=generator)
+        if settings.get("sym"):
+            zeros.fill_(8)
         g_idx = torch.arange(inputs) // size
         if settings.get("desc_act"):
             g_idx = g_idx[torch.randperm(inputs, generator=generator)]
         tensors[f"{name}.scales"] = scales
         if is_awq:
             tensors[f"{name}.qweight"] = words_of(awq_columns(q))
-            tensors[f"{name}.qzeros"] = words_of(awq_columns(stored))
+            tensors[f"{name}.qzeros"] = words_of(awq_columns(zeros))
         else:
             tensors[f"{name}.qweight"] = words_of(q.T).T.contiguous()
-            tensors[f"{name}.qzeros"] = words_of(stored)
+            is_v1 = settings.get("checkpoint_format") == "gptq"
+            tensors[f"{name}.qzeros"] = zero_words(zeros, int(is_v1))
             tensors[f"{name}.g_idx"] = g_idx.int()
-        zeros = stored + (settings.get("checkpoint_format") == "gptq")
         weight = (q - zeros[g_idx]) * scales.float()[g_idx]
         module.weight.copy_(weight if conv else weight.T)
     for name, value in model.state_dict().items():
@@ -224,6 +229,25 @@ def test_a_quantised_head_stays_apart_where_the_config_ties_it(tmp_path: Path) -
     check(load_quantized(tmp_path, dtype=torch.float32), want, torch.float32)
 
 
+@pytest.mark.parametrize("written", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("told", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("sym", [True, None])
+def test_zeros_of_symmetric_layers_are_8(
+    written: str, told: str, sym: bool | None, tmp_path: Path
+) -> None:
+    """Files that say "gptq" and hold the zeros of "gptq_v2" are published."""
+    want = write(tmp_path, {**GPTQ, "sym": True, "checkpoint_format": written}, llama())
+    change_config(tmp_path, quantization_config={**GPTQ, "sym": sym, "checkpoint_format": told})
+    check(load_quantized(tmp_path, dtype=torch.float32), want, torch.float32)
+
+
+def test_layers_that_differ_from_the_symmetric_ones(tmp_path: Path) -> None:
+    want = write(tmp_path, GPTQ, llama())
+    dynamic = {"+:.*mlp.*": {"sym": False}, "-:lm_head": {}}
+    change_config(tmp_path, quantization_config={**GPTQ, "sym": True, "dynamic": dynamic})
+    check(load_quantized(tmp_path, dtype=torch.float32), want, torch.float32)
+
+
 # --- What is refused ------------------------------------------------------------------------------
 
 Q_PROJ, UP_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj"
@@ -245,6 +269,8 @@ Q_PROJ, UP_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj
         ("awq", "quantization_config of .*config.json is 'awq'; expected names and values"),
         ({**AWQ, "group_size": 64}, r"proj.scales has shape \[\d+, \d+\]; expected \["),
         ({**GPTQ, "group_size": 32}, r"model.layers.0.\S+: packed_from_gptq: "),
+        ({**GPTQ, "sym": True}, r"model.layers.0.\S+: .*sym is True, and qzeros has others than 7"),
+        ({**GPTQ, "sym": "yes"}, "sym of quantization_config is 'yes'; expected None or False"),
     ],
 )  # fmt: skip
 def test_other_checkpoints(

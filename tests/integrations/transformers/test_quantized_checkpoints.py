@@ -17,6 +17,11 @@ def words_of(values: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
+def zero_words(zeros: torch.Tensor, offset: int) -> torch.Tensor:
+    """int32 [groups, out / 8] of zeros [groups, out]: of "gptq" (offset 1) or "gptq_v2" (0)."""
+    return (words_of(zeros).long() - offset * 0x11111111).int()
+
+
 def random_layer(group: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [in, out], scales and zeros [groups, out]."""
     generator = torch.Generator().manual_seed(seed)
@@ -51,16 +56,15 @@ def test_awq(group: int) -> None:
 @pytest.mark.parametrize("order", ["none", "neighbours", "mixed"])
 @pytest.mark.parametrize("group", [32, 128])
 def test_gptq(group: int, order: str, offset: int) -> None:
-    q, scales, stored = random_layer(group, seed=1)
+    q, scales, zeros = random_layer(group, seed=1)
     g_idx = torch.arange(INPUTS) // group
     if order == "mixed":
         g_idx = g_idx[torch.randperm(INPUTS, generator=torch.Generator().manual_seed(2))]
     layer = packed_from_gptq(
-        words_of(q.T).T, words_of(stored), scales.float(),
+        words_of(q.T).T, zero_words(zeros, offset), scales.float(),
         None if order == "none" else g_idx.int(), zero_offset=offset,
     )  # fmt: skip
-    weight = (q - (stored + offset)[g_idx]) * scales.float()[g_idx]
-    same(layer, weight)
+    same(layer, (q - zeros[g_idx]) * scales.float()[g_idx])
     assert (layer.input_order is not None) == (order == "mixed")
 
 
@@ -69,6 +73,10 @@ def test_words_are_those_of_the_formats() -> None:
     assert words_of(torch.arange(8))[0].item() == 0x76543210
     assert words_of(torch.full((8,), 15))[0].item() == -1
     assert words_of(awq_columns(torch.arange(8)))[0].item() == 0x75316420
+    zeros = torch.tensor([[0, 0, 8, 15, 1, 0, 7, 3], [8] * 8, [0] * 8])
+    assert zero_words(zeros, 0)[:2].flatten().tolist() == [0x3701F800, 0x88888888 - (1 << 32)]
+    # The first 0 borrows from the second, which borrows from 8; the one after 1 borrows from 7.
+    assert zero_words(zeros, 1).flatten().tolist() == [0x25F0E6EF, 0x77777777, -0x11111111]
 
 
 Q, S, Z = random_layer(64)

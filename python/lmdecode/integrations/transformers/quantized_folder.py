@@ -140,6 +140,27 @@ class _QuantizedConfig(QuantizationConfigMixin):
         name = old_name if settings.get(old_name) is not None else "format"
         self.format = str(settings.get(name, "gemm" if self.method == "awq" else "gptq")).lower()
         check(name, self.format, *(["gemm"] if self.method == "awq" else ["gptq", "gptq_v2"]))
+        self.sym = settings.get("sym")
+        check("sym", self.sym, None, False, True)
+        of_some_layers = (settings.get("dynamic") or {}).values()
+        if self.sym and any(isinstance(one, dict) and "sym" in one for one in of_some_layers):
+            self.sym = None
+
+    def zero_offset(self, qzeros: Tensor) -> int:
+        """Return ``zero_offset`` of ``packed_from_gptq`` for the zeros of a layer.
+
+        Those of a symmetric layer are 8. They are stored as 7 or 8, whatever the format says.
+        """
+        if self.sym is not False:
+            for word, offset in ((0x77777777, 1), (0x88888888 - (1 << 32), 0)):
+                if bool((qzeros == word).all()):
+                    return offset
+            if self.sym:
+                raise ValueError(
+                    "quantization_config: sym is True, and qzeros has others than 7 or 8 alone; "
+                    "expected zeros of 8"
+                )
+        return 0 if self.format == "gptq_v2" else 1
 
 
 class _Keep(ConversionOps):
@@ -265,7 +286,7 @@ def _packed(
         if config.method == "awq":
             layer = packed_from_awq(*words, bias)
         else:
-            offset = 0 if config.format == "gptq_v2" else 1
+            offset = config.zero_offset(tensors["qzeros"])
             layer = packed_from_gptq(*words, tensors.get("g_idx"), bias, zero_offset=offset)
     except ValueError as error:
         raise ValueError(f"{_OP}: {name}: {error}") from error

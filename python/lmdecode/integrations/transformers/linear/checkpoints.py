@@ -12,6 +12,8 @@ __all__ = ["packed_from_awq", "packed_from_gptq"]
 
 # Which of the eight columns of a 32-bit word each four bits of it hold, from the lowest on.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+# A word of eight ones.
+_ONES = 0x11111111
 
 
 def packed_from_awq(
@@ -45,7 +47,7 @@ def packed_from_awq(
     """
     op = "packed_from_awq"
     halves = _check(op, qweight, qzeros, scales)
-    columns = torch.tensor(_AWQ_COLUMNS).argsort()
+    columns = torch.tensor(_AWQ_COLUMNS, device=qweight.device).argsort()
     q, zeros = (_nibbles(words)[:, :, columns].flatten(1) for words in (qweight, qzeros))
     _check_columns(op, q.shape[1], zeros, halves)
     return PackedLinear.from_quantized(q.T, halves.T, zeros.T, bias)
@@ -77,7 +79,9 @@ def packed_from_gptq(
     bias : Tensor, optional
         ``[out_features]``.
     zero_offset : int
-        What zeros are larger by than what is stored: 1, but 0 in the format "gptq_v2".
+        What zeros are larger by than what is stored: 1, but 0 in the format "gptq_v2". As
+        gptqmodel and AutoRound write it, 1 is subtracted from the eight zeros of a word at once,
+        0x11111111 from the word: a zero of 0 borrows from the next. It is added likewise.
 
     Returns
     -------
@@ -97,12 +101,12 @@ def packed_from_gptq(
     if zero_offset not in (0, 1):
         raise ValueError(f"{op}: zero_offset is {zero_offset!r}; expected 0 or 1")
     q = _nibbles(qweight.T).flatten(1)  # [out_features, in_features]
-    zeros = _nibbles(qzeros).flatten(1) + zero_offset
+    zeros = _nibbles(qzeros.long() + zero_offset * _ONES).flatten(1)
     _check_columns(op, q.shape[0], zeros, halves)
     order = None
     if g_idx is not None:
         order = _order(op, g_idx, q.shape[1], halves.shape[0])
-        if torch.equal(order, torch.arange(len(order))):
+        if torch.equal(order, torch.arange(len(order), device=order.device)):
             order = None
         else:
             q = q.index_select(1, order)
@@ -110,8 +114,8 @@ def packed_from_gptq(
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """int32 ``[rows, columns]`` as uint8 ``[rows, columns, 8]``, from the lowest four bits on."""
-    parts = torch.empty((*words.shape, 8), dtype=torch.uint8)
+    """Words ``[rows, columns]`` as uint8 ``[rows, columns, 8]``, from the lowest four bits on."""
+    parts = torch.empty((*words.shape, 8), dtype=torch.uint8, device=words.device)
     for place in range(8):  # one after another: little memory beside the result
         parts[:, :, place] = words >> 4 * place & 15
     return parts
@@ -159,7 +163,7 @@ def _order(op: str, g_idx: Tensor, inputs: int, groups: int) -> Tensor:
             f"expected int32 or int64 [{inputs}]"
         )
     order, size = g_idx.argsort(stable=True), inputs // max(groups, 1)
-    want = torch.arange(groups, dtype=g_idx.dtype).repeat_interleave(size)
+    want = torch.arange(groups, dtype=g_idx.dtype, device=g_idx.device).repeat_interleave(size)
     if not torch.equal(g_idx[order], want):
         numbers, counts = (found.tolist() for found in g_idx.unique(return_counts=True))
         wrong = {
