@@ -20,7 +20,7 @@ from lmdecode.integrations.transformers.linear.packing import (
     checked_skip,
     is_linear,
     is_skipped,
-    pack_linears_,
+    pack_rest_,
     pack_weight,
 )
 from lmdecode.linear import check_linear_format
@@ -162,7 +162,8 @@ class LmdecodeQuantizer(HfQuantizer):
             if isinstance(module, PackedLinearModule):
                 module.take_bias()
         config = self.quantization_config
-        return pack_linears_(model, skip=config.skip, **config.format_of_layers._asdict())
+        pack_rest_(model, config.format_of_layers, config.skip)
+        return model
 
     def is_serializable(self) -> bool:
         """False: packed weights are valid in this process only."""

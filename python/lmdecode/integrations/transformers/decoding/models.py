@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
@@ -35,6 +36,7 @@ from lmdecode.integrations.transformers.decoding.modules import (
     t5_sizes,
 )
 from lmdecode.integrations.transformers.decoding.mtp import mtp_of_folder
+from lmdecode.integrations.transformers.foreign_code import refuse_foreign_code
 from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 from lmdecode.linear.formats import is_kept
 
@@ -237,6 +239,23 @@ MODEL_TYPES: dict[str, Callable[[Any], tuple[DecoderConfig, DecoderWeights]]] = 
 }
 
 
+def _refuse_other_classes(name: str | os.PathLike[str], config: Any) -> None:
+    """Raise ValueError if a folder is of a class that transformers does not have.
+
+    Some folders have the code of what has become a class of transformers.
+    """
+    kind = auto_class_of(config)
+    if type(config) not in kind._model_mapping:
+        return
+    own = kind._model_mapping[type(config)].__name__
+    code = getattr(config, "auto_map", None) or {}
+    named = [str(code[key]) for key in ("AutoModel", kind.__name__) if key in code]
+    for found in named + list(getattr(config, "architectures", None) or []):
+        of_class = found.rpartition(".")[2]
+        if of_class.lower() != own.lower() and not hasattr(transformers, of_class):
+            raise refused(f"{name} has a model of the class {found}; expected {own}")
+
+
 def load_model(name: str | os.PathLike[str], config: Any) -> Any:
     """Return the model of a folder or of a name, of its config's class, with float32 weights.
 
@@ -274,6 +293,7 @@ def load_parts(name: str | os.PathLike[str], *, mtp: bool = False) -> tuple[Any,
         See ``load_model`` and ``parts_of``.
     """
     folder, config = Path(name), AutoConfig.from_pretrained(name)
+    _refuse_other_classes(name, config)
     if config.model_type in CAUSAL_MODEL_TYPES:
         refuse_rope_types(config)
     if folder.is_dir() and config.model_type in CAUSAL_MODEL_TYPES:
@@ -332,9 +352,13 @@ def parts_of(model: Any) -> tuple[Any, Any]:
     Raises
     ------
     ValueError
-        See ``decoder_of`` and ``causal_model_of``.
+        See ``decoder_of`` and ``causal_model_of``; or the model has methods or hooks of other code.
     """
-    refuse_stand_in("Decoding.from_pretrained", model)
+    op = "Decoding.from_pretrained"
+    refuse_stand_in(op, model)
+    if isinstance(model, nn.Module):
+        others = "for other models there is lmdecode.integrations.transformers.pack_linears_"
+        refuse_foreign_code(op, model, f"transformers' own code alone; {others}")
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind in CAUSAL_MODEL_TYPES or getattr(config, "is_encoder_decoder", None) is False:

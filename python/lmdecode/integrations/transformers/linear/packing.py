@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lmdecode._checks import type_error
 from lmdecode._ops import ops
+from lmdecode.integrations.transformers.foreign_code import foreign_code
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
 from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 from lmdecode.linear import PackedLinear, check_linear_format
@@ -23,6 +24,7 @@ __all__ = [
     "is_linear",
     "is_skipped",
     "pack_linears_",
+    "pack_rest_",
     "pack_weight",
     "untie",
 ]
@@ -83,6 +85,8 @@ def pack_weight(module: nn.Module, weight: Tensor, format_: LinearFormat) -> Pac
     layer = PackedLinear(rows, **format_._asdict())
     packed = PackedLinearModule(layer, weight.dtype)
     packed.train(module.training)
+    # Those of transformers: others are refused. The dicts are shared with what removes hooks.
+    packed.__dict__.update({k: v for k, v in vars(module).items() if k.startswith("_forward_")})
     bias = module.bias
     if bias is not None:
         assert isinstance(bias, Tensor)
@@ -142,8 +146,9 @@ def pack_linears_(
     TypeError
         An argument of another type.
     ValueError
-        An argument of another value than expected, or a layer on another device, or of another
-        dtype. Nothing is packed then.
+        An argument of another value than expected, a layer on another device, or of another dtype,
+        or with a hook or a ``forward`` of its own; or there is no layer to pack. Nothing is packed
+        then.
     """
     if not isinstance(model, nn.Module):
         raise type_error(_OP, "model", model, "an nn.Module")
@@ -152,11 +157,34 @@ def pack_linears_(
     format_ = LinearFormat(name_of_dtype, group_size, rotate)
     names = checked_skip(_OP, skip)
     check_skip_of_model(_OP, model, names)
-    places: dict[int, list[str]] = {}  # of each module, all of its names
+    places = _places(model, format_, names)
+    if not places:
+        raise ValueError(
+            f"{_OP}: model is a {type(model).__name__} without a layer to pack; expected a "
+            "torch.nn.Linear or Conv1D that skip does not name"
+        )
+    _pack_places(model, format_, places)
+    return model
+
+
+def pack_rest_(model: nn.Module, format_: LinearFormat, skip: Sequence[str]) -> None:
+    """Pack what layers of a model are left, if there are any, and make it one for inference."""
+    _pack_places(model, format_, _places(model, format_, skip))
+
+
+def _places(model: nn.Module, format_: LinearFormat, skip: Sequence[str]) -> dict[int, list[str]]:
+    """Return the layers to pack, checked: of each all of its names."""
+    places: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if is_linear(module) and not is_skipped(name, names):
+        if is_linear(module) and not is_skipped(name, skip):
             _check_layer(name, module, format_.of_layer(model, module))
             places.setdefault(id(module), []).append(name)
+    return places
+
+
+def _pack_places(
+    model: nn.Module, format_: LinearFormat, places: Mapping[int, Sequence[str]]
+) -> None:
     for where in places.values():
         module = model.get_submodule(where[0])
         weight = module.weight
@@ -168,12 +196,14 @@ def pack_linears_(
         del module, weight  # before the next
     untie(model)
     model.requires_grad_(False)
-    return model
 
 
 def _check_layer(name: str, module: nn.Module, format_: LinearFormat) -> None:
     if name == "":
         raise ValueError(f"{_OP}: model is a linear layer itself; expected a module that holds it")
+    foreign = foreign_code(module)
+    if foreign is not None:
+        raise ValueError(f"{_OP}: {name} is {foreign}; expected none, or {name} in skip")
     weight = module.weight
     assert isinstance(weight, Tensor)
     if weight.device.type != "cpu":
@@ -186,7 +216,8 @@ def _check_layer(name: str, module: nn.Module, format_: LinearFormat) -> None:
     try:  # whether this format takes so many inputs, without an output
         _, number, _ = check_linear_format(_OP, *format_)
         ops.pack_linear(
-            torch.empty(0, weight.shape[0 if isinstance(module, Conv1D) else 1]), number
+            torch.empty(0, weight.shape[0 if isinstance(module, Conv1D) else 1], device="cpu"),
+            number,
         )
     except ValueError as error:
         raise ValueError(f"{_OP}: {name}: {str(error).partition(': ')[2]}") from error

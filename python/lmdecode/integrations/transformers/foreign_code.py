@@ -1,0 +1,105 @@
+"""Code beside transformers' own in a model: methods that are overridden, and hooks.
+
+What takes the place of modules reads their configs and weights alone, and would leave it out.
+"""
+
+from __future__ import annotations
+
+import functools
+from inspect import isfunction, ismethod
+from typing import Any
+
+from torch import nn
+
+__all__ = ["foreign_code", "refuse_foreign_code"]
+
+_LIBRARIES = ("transformers.", "torch.", "lmdecode.")
+_MODELS = "transformers.models."
+# What they set on modules leaves the values as they are: it records outputs, and moves tensors.
+_WRAPPERS = ("transformers.", "accelerate.")
+# Methods that decide what a module computes: these, and those of the files of models
+_METHODS = ("forward", "__call__", "prepare_inputs_for_generation")
+# but for what makes a module, is read by its methods, or is for training.
+_OTHER_METHODS = (
+    "__", "_init", "extra_repr", "get_", "prepare_decoder", "reset_", "resize_", "set_", "tie_",
+)  # fmt: skip
+
+
+def _home(function: Any) -> str:
+    """Return the module that a function was written in, whatever it wraps, with a point behind."""
+    while True:
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            function = function._torchdynamo_orig_callable
+        elif isinstance(function, functools.partial):
+            function = function.func
+        elif ismethod(function):
+            function = function.__func__
+        else:
+            break
+    if isfunction(function):  # not its __module__, which functools.wraps copies
+        return f"{function.__globals__.get('__name__')}."
+    return f"{type(function).__module__}."
+
+
+@functools.lru_cache(maxsize=1024)
+def _methods_of(kind: type) -> dict[str, type]:
+    """Return the methods that decide what a class computes, each with the class that defines it."""
+    names = dict.fromkeys(name for name in _METHODS if hasattr(kind, name))
+    for base in kind.__mro__:
+        if base.__module__.startswith(_MODELS) and issubclass(base, nn.Module):
+            for name, value in vars(base).items():
+                if isfunction(value) and not name.startswith(_OTHER_METHODS):
+                    names[name] = None
+    return {name: next(base for base in kind.__mro__ if name in vars(base)) for name in names}
+
+
+def _foreign_method(module: nn.Module, uses_kernels: bool) -> str | None:
+    kind = type(module)
+    if kind.__module__ == "torch._dynamo.eval_frame":  # runs the module that it holds
+        return None
+    for name, base in _methods_of(kind).items():
+        of_class, own = vars(base)[name], vars(module).get(name)
+        for home in (f"{base.__module__}.", _home(of_class)):
+            if not home.startswith(_LIBRARIES):
+                return name
+        compiled = getattr(own, "_torchdynamo_orig_callable", own)
+        if own is None or getattr(compiled, "__func__", None) is of_class:
+            continue
+        if uses_kernels and hasattr(kind, "kernel_layer_name"):
+            continue
+        home = _home(own)  # a method of another model is foreign, too
+        if home.startswith(_MODELS) or not home.startswith((*_WRAPPERS, "lmdecode.")):
+            return name
+    return None
+
+
+def foreign_code(module: nn.Module, *, uses_kernels: bool = False) -> str | None:
+    """Return what a module computes with beside the code of its libraries, None if nothing.
+
+    Parameters
+    ----------
+    module
+        Those within it are not looked at.
+    uses_kernels : bool
+        Whether ``from_pretrained`` has put kernels of a hub in the place of methods.
+    """
+    method = _foreign_method(module, uses_kernels)
+    if method is not None:
+        return f"a {type(module).__name__} whose {method} is not that of its library"
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks += [hook for hook in [getattr(module, "_hf_hook", None)] if hook is not None]
+    for hook in hooks:
+        home = _home(hook)
+        if not home.startswith(_WRAPPERS):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            return f"a {type(module).__name__} with the forward hook {home}{name}"
+    return None
+
+
+def refuse_foreign_code(op: str, model: nn.Module, expected: str) -> None:
+    """Raise ValueError if a model, or a module in it, has methods or hooks of foreign code."""
+    uses_kernels = bool(getattr(model, "use_kernels", False))
+    for name, module in model.named_modules():
+        found = foreign_code(module, uses_kernels=uses_kernels)
+        if found is not None:
+            raise ValueError(f"{op}: {name or 'model'} is {found}; expected {expected}")
