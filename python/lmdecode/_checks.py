@@ -167,7 +167,8 @@ def check_number(
         number = float(value)
     except OverflowError:
         raise ValueError(f"{op}: {name} is too large; expected a number of float64") from None
-    if is_finite and not math.isfinite(number):
+    # Not math.isfinite, which graphs of torch.compile do not have for numbers that change.
+    if is_finite and not -math.inf < number < math.inf:
         raise ValueError(f"{op}: {name} is {value}; expected {limits or 'a finite number'}")
     return number
 
