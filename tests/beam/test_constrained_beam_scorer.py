@@ -111,5 +111,9 @@ def test_bad_input_changes_nothing() -> None:
     for changes in ({"num_beams": 1}, {"num_beam_groups": 3}, {"do_early_stopping": "never"}):
         with pytest.raises(ValueError, match=next(iter(changes)).removeprefix("do_")):
             scorer(**changes)
+    with pytest.raises(ValueError, match=r"^ConstrainedBeamSearchScorer: constraints is empty"):
+        scorer(constraints=[])
+    search = scorer()
+    search.constraints = []
     with pytest.raises(ValueError, match="constraints is empty"):
-        scorer(constraints=[]).check_completes_constraints([1])
+        search.check_completes_constraints([1])

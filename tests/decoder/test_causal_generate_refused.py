@@ -82,6 +82,36 @@ def test_tokens_that_are_none(kind: torch.dtype) -> None:
         decoding_of(*CASE).generate(IDS.to(kind), max_new_tokens=5)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ("a text", TypeError, r"is of type str; expected a tensor \[B, S\]"),
+        ([1, 2], TypeError, r"is of type list; expected a tensor \[B, S\]"),
+        (IDS[0], ValueError, r"has shape \[9\]; expected \[B, S\]"),
+        (IDS[None], ValueError, r"has shape \[1, 1, 9\]; expected \[B, S\]"),
+    ],
+)
+def test_inputs_that_are_no_rows_of_tokens(
+    tokens: Any, error: type[Exception], message: str
+) -> None:
+    decoding = decoding_of(*CASE)
+    with pytest.raises(error, match=f"^Decoding.generate: inputs {message}"):
+        decoding.generate(tokens, max_new_tokens=2)
+    with pytest.raises(error, match=f"^Decoding.generate: input_ids {message}"):
+        decoding.generate(input_ids=tokens, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("past", [1, (), "cache"])
+@pytest.mark.parametrize("kind", ["causal", "marian"])
+def test_keys_and_values_of_any_type_are_refused(kind: str, past: Any) -> None:
+    if kind == "causal":
+        decoding = decoding_of(*CASE)
+    else:
+        decoding = lmdecode.Decoding.from_pretrained(make_model(kind))
+    with pytest.raises(ValueError, match=r"^past_key_values: expected None"):
+        decoding.generate(IDS % 60, past_key_values=past, max_new_tokens=2)
+
+
 def test_embeddings() -> None:
     embeddings = random_model(*CASE).get_input_embeddings()(IDS).detach()
     with pytest.raises(ValueError, match=r"^inputs_embeds: expected None|^input_ids: expected"):

@@ -41,6 +41,8 @@ _beam_step = ops.beam_step.default
 _beam_finalize = ops.beam_finalize.default
 _log_softmax_top_k_processed = ops.log_softmax_top_k.processed
 _log_softmax_top_k_trie = ops.log_softmax_top_k.trie
+# As the ops take them that run whole steps.
+_MOST_CANDIDATES = 1 << 24
 # What a call raises, before it begins, for an argument of a type that the schema does not have.
 _WRONG_TYPE = (RuntimeError, TypeError, KeyError)
 
@@ -177,7 +179,7 @@ def log_softmax_top_k(
         ``[rows]``, or ``[requests, num_beams]`` for an int ``num_beams``, float32: the sums of
         log-probabilities so far. A beam of score -inf is ignored, and its logits are not read.
     num_candidates : int
-        Candidates of a request, at least 1. Beam search takes ``max(2, 1 + number of end tokens) *
+        Candidates of a request, 1 to 2^24. Beam search takes ``max(2, 1 + number of end tokens) *
         num_beams``.
     num_beams : int, sequence of int or Tensor
         Rows of each request, at least 1: for all requests, or one for each, as int64 or int32 where
@@ -245,7 +247,9 @@ def log_softmax_top_k(
         raise type_error(_OP, "logits", logits, "a tensor")
     if not isinstance(beam_scores, Tensor):
         raise type_error(_OP, "beam_scores", beam_scores, "a tensor")
-    num_candidates = check_count(_OP, "num_candidates", num_candidates)
+    num_candidates = check_int(
+        _OP, "num_candidates", num_candidates, 1, _MOST_CANDIDATES, limits="1 to 2^24"
+    )
     offsets = None
     if isinstance(num_beams, (Tensor, Sequence)) and not isinstance(num_beams, (str, bytes)):
         offsets = _row_offsets(num_beams, logits.device)

@@ -157,8 +157,9 @@ def test_a_module_in_two_places_stays_one() -> None:
 
 def test_subclasses_stay() -> None:
     attention = nn.MultiheadAttention(8, 2)
-    pack_linears_(nn.Sequential(attention))
+    model = pack_linears_(nn.Sequential(attention, nn.Linear(8, 8)))
     assert isinstance(attention.out_proj, nn.Linear)
+    assert list(packed(model)) == ["1"]
 
 
 def test_the_old_weights_go_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +262,7 @@ def test_compile() -> None:
 
 
 LINEARS = nn.Sequential(nn.Linear(4, 4))
+PACKED = pack_linears_(nn.Sequential(nn.Linear(4, 4)))
 WRONG = [
     ("model is of type str; expected an nn.Module", lambda: pack_linears_("llama")),
     ("model is a linear layer itself", lambda: pack_linears_(nn.Linear(3, 3))),
@@ -289,6 +291,12 @@ WRONG = [
         "1 has dtype float64",
         lambda: pack_linears_(nn.Sequential(LINEARS[0], nn.Linear(3, 3, dtype=torch.float64))),
     ),
+    (
+        "model is a Sequential without a layer to pack; expected a torch.nn.Linear or Conv1D",
+        lambda: pack_linears_(nn.Sequential(nn.ReLU()), "int4"),
+    ),
+    ("without a layer to pack", lambda: pack_linears_(LINEARS, skip=["0"])),
+    ("without a layer to pack", lambda: pack_linears_(PACKED, "int4")),
 ]
 
 

@@ -82,6 +82,10 @@ class ConstrainedBeamSearchScorer(BeamScorer):
             num_beam_hyps_to_keep,
             num_beam_groups,
         )
+        if not constraints:
+            raise ValueError(
+                "ConstrainedBeamSearchScorer: constraints is empty; expected at least one"
+            )
         self.constraints = constraints
         self._beam_hyps = [
             BeamHypotheses(num_beams, length_penalty, do_early_stopping, max_length)
@@ -195,7 +199,7 @@ class ConstrainedBeamSearchScorer(BeamScorer):
                 candidate_rows[going],
             )
             done[request] = hypotheses.is_done(best_scores[request], length, decoder_prompt_len)
-        self._done.copy_(torch.tensor(done))
+        self._done.copy_(torch.tensor(done, device="cpu"))
         return UserDict(
             {
                 "next_beam_scores": beam_scores.view(-1),

@@ -22,7 +22,10 @@ from lmdecode.integrations.transformers.decoding.encoder_decoder_generation impo
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.engine_call import EngineCall, engine_call
 from lmdecode.integrations.transformers.decoding.prompt_logits import PromptLogits
-from lmdecode.integrations.transformers.decoding.refused import refuse_inner_outputs
+from lmdecode.integrations.transformers.decoding.refused import (
+    refuse_inner_outputs,
+    refuse_past,
+)
 from lmdecode.integrations.transformers.decoding.whisper import CallEncoder, CallSounds
 
 __all__ = ["call_generate", "engine_call_of"]
@@ -30,6 +33,7 @@ __all__ = ["call_generate", "engine_call_of"]
 
 def _check_decoder_arguments(arguments: dict[str, Any]) -> None:
     """Raise for arguments that no encoder-decoder model supports, before any change."""
+    refuse_past(arguments)
     if arguments.get("streamer") is not None:  # before generate() gives it the prompt
         raise ValueError(
             "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
@@ -45,17 +49,20 @@ def _check_decoder_arguments(arguments: dict[str, Any]) -> None:
         arguments["encoder_outputs"] = copy.copy(arguments["encoder_outputs"])
 
 
-def _check_sources(model: Any, arguments: dict[str, Any], inputs: Any) -> None:
-    """Raise for tokens that no encoder reads; transformers' error would name another argument."""
-    name = "inputs" if inputs is not None else "input_ids"
-    tokens = arguments.get(name) if inputs is None else inputs
-    if tokens is None or model.main_input_name != "input_ids":
+def _check_inputs(model: Any, arguments: dict[str, Any], inputs: Any) -> None:
+    """Raise for inputs that no model reads; transformers' error would name another argument."""
+    main = model.main_input_name
+    name = "inputs" if inputs is not None else main
+    found, takes_tokens = arguments.get(name) if inputs is None else inputs, main == "input_ids"
+    if found is None:
         return
-    if not isinstance(tokens, Tensor):
-        raise type_error("Decoding.generate", name, tokens, "a tensor [B, S]")
-    if tokens.dim() != 2 or tokens.shape[1] == 0:
+    if not isinstance(found, Tensor):
+        shape = "[B, S]" if takes_tokens else "[B, channels, frames]"
+        raise type_error("Decoding.generate", name, found, f"a tensor {shape}")
+    is_empty = model.config.is_encoder_decoder and found.numel() == 0  # else causal_call says it
+    if takes_tokens and (found.dim() != 2 or is_empty):
         raise ValueError(
-            f"Decoding.generate: {name} has shape {list(tokens.shape)}; expected [B, S], S at "
+            f"Decoding.generate: {name} has shape {list(found.shape)}; expected [B, S], S at "
             "least 1"
         )
 
@@ -79,6 +86,7 @@ def call_generate(
         raise ValueError(
             "Decoding.generate: custom_generate is given; expected none, the loop is Decoding's"
         )
+    _check_inputs(decoding.model, arguments, inputs)
     assistant_model = None
     if isinstance(decoding.decoder, PackedCausalModel):
         # transformers would take it for a model of its own.
@@ -99,7 +107,6 @@ def call_generate(
         )
     packed, model = decoding.decoder, decoding.model
     if not isinstance(packed, PackedCausalModel):
-        _check_sources(model, arguments, inputs)
         _check_decoder_arguments(arguments)
     arguments = _without_cache(arguments)
     if isinstance(packed, PackedCausalModel):
@@ -150,7 +157,7 @@ def engine_call_of(
     ValueError, TypeError
         As ``Decoding.generate``.
     """
-    inputs = torch.tensor([prompt])
+    inputs = torch.tensor([prompt], device="cpu")
     arguments = _without_cache({**arguments, "attention_mask": torch.ones_like(inputs)})
     generate = _generate_of(decoding, decoding.model, inputs)
     call = causal_call(decoding.decoder, generate, arguments)

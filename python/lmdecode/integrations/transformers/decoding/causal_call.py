@@ -18,6 +18,7 @@ from lmdecode.integrations.transformers._prefix_tries import behind_prompt, chec
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
     refuse_inner_outputs,
+    refuse_past,
     refuse_seed_of_beams,
 )
 from lmdecode.integrations.transformers.generate_call import (
@@ -111,12 +112,7 @@ def _refuse(
     # Zeros of Gemma 3's processor mean text only; other models embed zeros, too.
     if types is not None and model.config.model_type == "gemma3" and not bool(types.any()):
         empty.add("token_type_ids")
-    refuse_handed_on(model_kwargs, _IGNORED | empty | {"past_key_values"}, "model")
-    if model_kwargs.get("past_key_values") is not None:
-        raise ValueError(
-            "past_key_values: expected None, Decoding keeps caches of its own; those of a prompt "
-            "are there for a later call with store=, and between steps with Decoding.batch()"
-        )
+    refuse_handed_on(model_kwargs, _IGNORED | empty, "model")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected tokens, got shape {list(input_ids.shape)}")
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
@@ -230,6 +226,7 @@ def causal_call(
     ValueError
         Names an argument of ``generate()`` that ``Decoding`` does not support.
     """
+    refuse_past(arguments)  # before generate() looks into it
     for name in _MEDIA:
         if arguments.get(name) is not None:
             raise ValueError(

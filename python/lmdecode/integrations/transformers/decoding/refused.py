@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["refuse_handed_on", "refuse_inner_outputs", "refuse_seed_of_beams"]
+__all__ = ["refuse_handed_on", "refuse_inner_outputs", "refuse_past", "refuse_seed_of_beams"]
 
 
 def refuse_inner_outputs(config: Any) -> None:
@@ -15,6 +15,15 @@ def refuse_inner_outputs(config: Any) -> None:
             raise ValueError(
                 f"{name}: expected False, Decoding keeps none of them; model.generate() does"
             )
+
+
+def refuse_past(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError if arguments of ``generate()`` have keys and values."""
+    if arguments.get("past_key_values") is not None:
+        raise ValueError(
+            "past_key_values: expected None, Decoding keeps caches of its own; those of a prompt "
+            "are there for a later call with store=, and between steps with Decoding.batch()"
+        )
 
 
 def refuse_handed_on(model_kwargs: dict[str, Any], ignored: Collection[str], what: str) -> None:
