@@ -30,12 +30,13 @@ def tile_size(head_size: int) -> int:
 
 def _band(size: int, width: int, form: str) -> Tensor:
     """[size, size]: each row sees ``width`` keys up to its own."""
-    row = torch.arange(size)
+    row = torch.arange(size, device="cpu")
     distance = row[:, None] - row
     masked = (distance < 0) | (distance >= width)
     if form == "bool":
         return masked
-    return torch.zeros(size, size).masked_fill_(masked, MASKED_SCORE)
+    mask = torch.zeros(size, size, dtype=torch.float32, device="cpu")
+    return mask.masked_fill_(masked, MASKED_SCORE)
 
 
 def swa_mask(seq_len: int, window: int, *, form: str = "float") -> Tensor:

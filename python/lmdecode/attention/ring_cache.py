@@ -134,6 +134,11 @@ class RingKVCache:
         """Rows."""
         return self._keys.shape[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the keys and values."""
+        return self._keys.dtype
+
     # --- Writing
 
     def append(self, k: Tensor, v: Tensor) -> None:

@@ -115,7 +115,7 @@ class RuleArguments:
         diversity_tokens : Tensor, optional
             [requests, n] int64.
         """
-        found = self.of_step(torch.tensor([length]), sequences, diversity_tokens)
+        found = self.of_step(torch.tensor([length], device="cpu"), sequences, diversity_tokens)
         found.pop("lengths", None)
         for name in ("repetition_penalty", "no_repeat_ngram_size", "diversity_penalty"):
             if name in found:

@@ -73,13 +73,13 @@ def new_token_rules(slots: int, num_bans: int = 0, num_forced: int = 0) -> Token
     """Return rules that do nothing."""
     with torch.inference_mode(False):
         return TokenRules(
-            torch.ones(slots, dtype=torch.float32),
-            torch.zeros(slots, dtype=torch.int64),
-            torch.zeros(slots, dtype=torch.float32),
-            torch.full((slots, num_bans, 4), -1, dtype=torch.int64),
-            torch.full((slots, num_forced, 2), -1, dtype=torch.int64),
-            torch.full((slots, 4), -1, dtype=torch.int64),
-            torch.empty(0, dtype=torch.float32),
+            torch.ones(slots, dtype=torch.float32, device="cpu"),
+            torch.zeros(slots, dtype=torch.int64, device="cpu"),
+            torch.zeros(slots, dtype=torch.float32, device="cpu"),
+            torch.full((slots, num_bans, 4), -1, dtype=torch.int64, device="cpu"),
+            torch.full((slots, num_forced, 2), -1, dtype=torch.int64, device="cpu"),
+            torch.full((slots, 4), -1, dtype=torch.int64, device="cpu"),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
         )
 
 
@@ -99,11 +99,11 @@ def one_slot(
     rules.no_repeat_ngram_size.fill_(no_repeat_ngram_size)
     rules.diversity_penalty.fill_(diversity_penalty)
     if bans:
-        rules.bans[0] = torch.tensor(bans)
+        rules.bans[0] = torch.tensor(bans, device="cpu")
     if forced:
-        rules.forced[0] = torch.tensor(forced)
+        rules.forced[0] = torch.tensor(forced, device="cpu")
     if timestamps is not None:
-        rules.timestamps[0] = torch.tensor(timestamps)
+        rules.timestamps[0] = torch.tensor(timestamps, device="cpu")
     return rules if bias is None else rules._replace(bias=bias)
 
 
@@ -151,7 +151,7 @@ def repeat_token_rules(one: TokenRules, slots: int) -> TokenRules:
 
 def join_token_rules(rules: Sequence[TokenRules]) -> TokenRules:
     """Return rules of one slot each, at least one, as those of slot after slot."""
-    bias = torch.empty(0, dtype=torch.float32)
+    bias = torch.empty(0, dtype=torch.float32, device="cpu")
     sizes = {one.bias.numel() for one in rules} - {0}
     if sizes:
         (vocab_size,) = sizes

@@ -211,7 +211,7 @@ class Trie:
         """
         node = self._node_of("prefix", prefix)
         if node < 0:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         first, last = self._arrays.child_begin[node : node + 2].tolist()
         return self._arrays.tokens[first:last].to(torch.int64)
 
@@ -320,7 +320,8 @@ class Trie:
             raise type_error(_OP, f"{name}[{place}]", sequence[place], "an int")
         if not all(0 <= token < 1 << 31 for token in sequence):
             return -1
-        return int(self.to("cpu").nodes_of(torch.tensor([list(sequence)], dtype=torch.int64))[0])
+        tokens = torch.tensor([list(sequence)], dtype=torch.int64, device="cpu")
+        return int(self.to("cpu").nodes_of(tokens)[0])
 
 
 class PrefixTokens:
@@ -346,7 +347,9 @@ class PrefixTokens:
 
         Tokens beyond its last word do not follow.
         """
-        words = torch.zeros(len(input_ids), self.trie.max_token // 32 + 1, dtype=torch.int64)
+        words = torch.zeros(
+            len(input_ids), self.trie.max_token // 32 + 1, dtype=torch.int64, device="cpu"
+        )
         for row, ids in zip(words, input_ids, strict=True):
             tokens = self._following(ids)
             row.index_add_(0, tokens // 32, torch.ones_like(tokens) << tokens % 32)
@@ -359,7 +362,7 @@ class PrefixTokens:
             if len(allowed) or not generated:
                 return allowed
             if self.trie._node_of("prefix", generated) >= 0:
-                return torch.tensor(generated[-1:])
+                return torch.tensor(generated[-1:], dtype=torch.int64, device="cpu")
             generated.pop()
 
 
@@ -388,7 +391,7 @@ def _of_matrix(sequences: Tensor) -> tuple[Tensor, Tensor]:
     rows = _integers("sequences", sequences, 2)
     is_token = rows != -1
     lengths = is_token.sum(dim=1)
-    places = torch.arange(rows.shape[1])
+    places = torch.arange(rows.shape[1], device="cpu")
     ragged = (is_token != (places < lengths[:, None])).any(dim=1)
     if bool(ragged.any()):
         row = int(ragged.nonzero()[0])
@@ -429,7 +432,7 @@ def _of_lists(sequences: object) -> tuple[Tensor, Tensor]:
 
 def _tensor(values: array[int]) -> Tensor:
     if not values:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.frombuffer(values, dtype=torch.int64)
 
 

@@ -149,10 +149,11 @@ def _positions(steps: int, size: int) -> Tensor:
     """Return [steps, size]: sines in the first half, cosines in the second, steps from 1."""
     half = size // 2
     rates = torch.exp(
-        torch.arange(half, dtype=torch.float64) * (-math.log(10000.0) / max(half - 1, 1))
+        torch.arange(half, dtype=torch.float64, device="cpu")
+        * (-math.log(10000.0) / max(half - 1, 1))
     )
-    angles = torch.arange(1, steps + 1, dtype=torch.float64)[:, None] * rates
-    table = torch.zeros(steps, size)
+    angles = torch.arange(1, steps + 1, dtype=torch.float64, device="cpu")[:, None] * rates
+    table = torch.zeros(steps, size, dtype=torch.float32, device="cpu")
     table[:, :half], table[:, half : 2 * half] = angles.sin(), angles.cos()
     return table
 
@@ -161,7 +162,7 @@ def _by_heads(tensor: Tensor, heads: int, capacity: int) -> Tensor:
     """[R, T, D] to [1, R, heads, capacity, padded head]."""
     rows, count, size = tensor.shape
     head = size // heads
-    result = torch.zeros(1, rows, heads, capacity, padded(head))
+    result = torch.zeros(1, rows, heads, capacity, padded(head), dtype=torch.float32, device="cpu")
     result[0, :, :, :count, :head] = tensor.view(rows, count, heads, head).transpose(1, 2)
     return result
 
@@ -225,10 +226,13 @@ def decoder(
     layer = _layer(op, weights, size, memory_size)
     config = _config([layer], head_num, size_per_head, memory_size)
     if step == 1:
-        flat = torch.nn.functional.linear(memory, layer.cross_key_value, layer.cross_key_value_bias)
+        with torch.autocast("cpu", enabled=False):
+            flat = torch.nn.functional.linear(
+                memory, layer.cross_key_value, layer.cross_key_value_bias
+            )
         mem_cache[0], mem_cache[1] = flat[..., :size], flat[..., size:]
     keys, values = self_cache.transpose(1, 2)
-    own = torch.arange(rows, dtype=torch.int32)
+    own = torch.arange(rows, dtype=torch.int32, device="cpu")
     cross_keys, cross_values = mem_cache
     wide = padded(source)
     caches = DecodingCaches(
@@ -238,15 +242,15 @@ def decoder(
         _by_heads(cross_values, head_num, wide),
         lengths,
         own[:, None].expand(rows, step).contiguous(),
-        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(rows, dtype=torch.int64, device="cpu"),
     )
     output = ops.decoder_layer(
         x[:, 0].contiguous(),
         *packed_layer(config, layer, "float32").of_layers,
-        torch.empty(0),
+        torch.empty(0, dtype=torch.float32, device="cpu"),
         list(caches),
         own,
-        torch.full((rows,), step - 1, dtype=torch.int32),
+        torch.full((rows,), step - 1, dtype=torch.int32, device="cpu"),
         own,
     )
     for number, cache in enumerate((caches.self_keys, caches.self_values)):
@@ -351,7 +355,7 @@ def decoding(
     ):
         memory, lengths = by_beam[:, 0], beam_lengths[:, 0]
     caches = list(new_caches(config, len(memory), rows, max_seq_len, memory.shape[1]))
-    requests = torch.arange(len(memory))
+    requests = torch.arange(len(memory), device="cpu")
     ops.decoding_read_memory_(
         *packed.of_layers, caches, memory.contiguous(), lengths.contiguous(), requests
     )

@@ -186,7 +186,8 @@ class DecodingBatch:
         )
         memory = memory.detach().to(device="cpu", dtype=torch.float32)
         searches, vocab_size = self._searches, self._decoder.config.vocab_size
-        searches.read_memory(memory[None], torch.tensor([len(memory)]), torch.tensor([slot]))
+        lengths, slots = torch.tensor([[len(memory)], [slot]], device="cpu")
+        searches.read_memory(memory[None], lengths, slots)
         begin_search(searches.state, searches.parameters, slot, request)
         write_token_rules(searches.token_rules, slot, token_rules_of_request(request, vocab_size))
         searches.tries[slot] = request.trie
@@ -233,7 +234,7 @@ class DecodingBatch:
 
     def _finish(self, slot: int) -> None:
         search, state = self._running[slot], self._searches.state
-        places = torch.tensor([slot])
+        places = torch.tensor([slot], device="cpu")
         final = beam_finalize(
             state, self._searches.parameters, search.request.num_return_sequences, slots=places
         )

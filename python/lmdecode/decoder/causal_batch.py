@@ -200,7 +200,7 @@ class CausalBatch:
         fork = self._add("fork", [0], request_id)
         child = self._running[fork]
         child.unread, child.length = [], running.length
-        parents = torch.arange(self._caches.sequences)
+        parents = torch.arange(self._caches.sequences, device="cpu")
         parents[child.place] = running.place
         self._caches.reorder(parents)
         return fork
@@ -296,7 +296,9 @@ class CausalBatch:
                 readers.append(request)
         if not entries:
             return {}
-        logits = self._caches.forward(torch.tensor(ids), torch.tensor(entries), len(readers))
+        logits = self._caches.forward(
+            torch.tensor(ids, device="cpu"), torch.tensor(entries, device="cpu"), len(readers)
+        )
         for request in tokens:
             self._running[request].length += 1
         for running, count in parts:

@@ -150,7 +150,7 @@ class CausalCaches:
         slots = rows * kept
         whole = {"dtype": torch.int32, "device": "cpu"}
         counters = torch.zeros(3 + rows, **whole)  # type: ignore[call-overload]
-        counters[:3] = torch.tensor([slots, rollback, interval])
+        counters[:3] = torch.tensor([slots, rollback, interval], device="cpu")
         return [
             self._reserved(4 * slots * size).view(torch.float32).view(slots, size),
             torch.zeros((rows, kept), dtype=torch.int32, device="cpu"),
@@ -289,7 +289,9 @@ class CausalCaches:
         if not self._states:
             return []
         size = self.model.state_size
-        return [(self._state(sequence, length).clone() if length else torch.zeros(size),)]
+        if length:
+            return [(self._state(sequence, length).clone(),)]
+        return [(torch.zeros(size, dtype=torch.float32, device="cpu"),)]
 
     def _write_state(
         self, sequence: int, length: int, states: Iterator[tuple[Tensor, ...]]

@@ -188,7 +188,7 @@ class PackedCausalModel:
         model.sizes[_NORMS_ALL_HEADS] = int(facts["norms_all_heads"])
         model._set_caches()
         for name, part in model._offsets().items():
-            offsets = torch.tensor(facts[name], dtype=torch.int64)
+            offsets = torch.tensor(facts[name], dtype=torch.int64, device="cpu")
             former = _FORMER_PARTS if name == "layer_offsets" else _FORMER_MODEL_PARTS
             if offsets.dim() == part.dim() and offsets.shape[-1] in former:
                 more = part.shape[-1] - offsets.shape[-1]
@@ -353,7 +353,9 @@ class PackedCausalModel:
         self.cache_windows: list[int] = []
         self.cache_layers: list[int] = []
         self.cache_heads: list[Heads] = []
-        self.layout = torch.full((len(windows) + 1, _NUM_COLUMNS), _NONE, dtype=torch.int64)
+        self.layout = torch.full(
+            (len(windows) + 1, _NUM_COLUMNS), _NONE, dtype=torch.int64, device="cpu"
+        )
         self._set_states()
         for has_window in (False, True):
             layers = [
@@ -379,7 +381,7 @@ class PackedCausalModel:
         c, rotary = self.config, self.config.rotary[layer]
         window, turn = c.windows[layer] or 0, _NONE if rotary is None else rotary
         numbers = [window, turn, cache, place, source, c.ffn_sizes[layer]]
-        self.layout[layer + 1, :_NUM_NUMBERS] = torch.tensor(numbers)
+        self.layout[layer + 1, :_NUM_NUMBERS] = torch.tensor(numbers, device="cpu")
 
     def _set_states(self) -> None:
         """Say of layers with a state where it begins in that of the model: see ``state_size``."""
@@ -389,7 +391,7 @@ class PackedCausalModel:
                 continue
             ffn_size = self.config.ffn_sizes[layer - 1]
             numbers = [0, _NONE, _NONE, self.state_size, _OWN_KEYS, ffn_size]
-            self.layout[layer, :_NUM_NUMBERS] = torch.tensor(numbers)
+            self.layout[layer, :_NUM_NUMBERS] = torch.tensor(numbers, device="cpu")
             self.state_size += -(-mixer.state_size // 16) * 16
 
     def _parts_of_model(

@@ -283,5 +283,5 @@ LINEAR_FIELDS = frozenset(
 def float32(tensor: Tensor | None) -> Tensor:
     """Return a contiguous float32 tensor on the CPU, empty for None."""
     if tensor is None:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     return tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()

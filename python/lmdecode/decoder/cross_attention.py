@@ -124,6 +124,7 @@ class CrossAttention:
             for i in range(count)
         ]
 
+    @torch.autocast("cpu", enabled=False)
     def weights(self, tokens: Sequence[int], caches: DecodingCaches, request: int) -> Tensor:
         """Return [heads, T, S] float32: what each token, as it is read, attends to.
 

@@ -67,7 +67,9 @@ class DeviceDecoder:
             moved = {name: put(name, tensor) for name, tensor in layer._asdict().items()}
             for name in ("self_norm_gamma", "cross_norm_gamma", "ffn_norm_gamma"):
                 if moved[name] is None:  # layers have all of their norms
-                    moved[name] = torch.ones(config.model_size, device=self.device)
+                    moved[name] = torch.ones(
+                        config.model_size, device=self.device, dtype=torch.float32
+                    )
             return LayerWeights(**moved)  # type: ignore[arg-type]
 
         top = {

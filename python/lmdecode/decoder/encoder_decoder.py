@@ -30,7 +30,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def _tensors_of(part: Part) -> list[Tensor]:
     if isinstance(part, PackedLinear):
-        return [part.packed, torch.empty(0) if part.bias is None else part.bias]
+        return [
+            part.packed,
+            torch.empty(0, dtype=torch.float32, device="cpu") if part.bias is None else part.bias,
+        ]
     return part.tensors
 
 
@@ -64,11 +67,13 @@ def _check_decoder(decoder: PackedDecoder) -> None:
 
 def _check_encoder(encoder: PackedEncoder) -> None:
     """Raise ValueError where the op refuses the weights: no row is read."""
-    nothing, begins = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+    begins = torch.zeros(1, dtype=torch.int64, device="cpu")
     if encoder.config.vocab_size:
         encoder.forward(begins, nothing, tokens=nothing)
     else:
-        encoder.forward(begins, nothing, inputs=torch.empty(0, encoder.config.model_size))
+        inputs = torch.empty(0, encoder.config.model_size, dtype=torch.float32, device="cpu")
+        encoder.forward(begins, nothing, inputs=inputs)
 
 
 class PackedEncoderDecoder:
@@ -163,7 +168,7 @@ class PackedEncoderDecoder:
                 if tensor.numel() and begin == at:
                     yield tensor
                     padding = -tensor.nbytes % _ALIGNMENT
-                    yield torch.zeros(padding, dtype=torch.uint8)
+                    yield torch.zeros(padding, dtype=torch.uint8, device="cpu")
                     at += tensor.nbytes + padding
 
     def config_fields(self) -> dict[str, Any]:

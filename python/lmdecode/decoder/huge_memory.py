@@ -27,7 +27,7 @@ def new_memory(size: int, *, huge_pages: bool = True) -> Tensor:
     """
     with torch.inference_mode(False):
         if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
         # What begins and ends on a huge page, wherever the mapping lies.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         pages = mmap.mmap(-1, size + 2 * _HUGE_PAGE, flags=flags)

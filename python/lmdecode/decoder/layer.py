@@ -101,13 +101,13 @@ class DecoderLayer:
         rows = check_int(op, "rows", rows, 0, (1 << 31) - 1, limits=limits)
         capacity = check_int(op, "capacity", capacity, 0, (1 << 31) - 1, limits=limits)
         caches = new_caches(config, len(memory), rows, capacity, memory.shape[1])
-        caches.table[:] = torch.arange(rows, dtype=torch.int32)[:, None]
+        caches.table[:] = torch.arange(rows, dtype=torch.int32, device="cpu")[:, None]
         ops.decoding_read_memory_(
             *self._packed.of_layers,
             list(caches),
             float32(memory),
             memory_lengths,
-            torch.arange(len(memory)),
+            torch.arange(len(memory), device="cpu"),
         )
         return caches
 
@@ -157,7 +157,7 @@ class DecoderLayer:
                 f"{op}: from_tensor has shape {shape}; expected [rows, {self.config.model_size}]"
             )
         rows, count = from_tensor.shape[0], caches.memory_lengths.shape[0]
-        own = torch.arange(rows, dtype=torch.int32)
+        own = torch.arange(rows, dtype=torch.int32, device="cpu")
         if requests is None:
             if count == 0 or rows % count:
                 raise ValueError(

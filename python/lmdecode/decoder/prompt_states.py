@@ -85,11 +85,12 @@ class PromptStates:
             (self._new(0 if window else capacity), self._new(0 if window else capacity))
             for window in self._windows
         ]
-        self._state_size, self._state = of.state_size, torch.empty(0)
+        self._state_size = of.state_size
+        self._state = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def _new(self, length: int) -> Tensor:
         heads, _, size = self._shape
-        return torch.empty(heads, length, size, dtype=self._dtype)
+        return torch.empty(heads, length, size, dtype=self._dtype, device="cpu")
 
     def first(self, length: int) -> list[tuple[Tensor, ...]]:
         """Return those of the first tokens; of layers with a window or a state what there is."""
@@ -101,7 +102,7 @@ class PromptStates:
 
     def reserve(self, length: int) -> list[tuple[Tensor, ...]]:
         """Return where the first tokens are to be written."""
-        self._state = torch.empty(self._state_size)
+        self._state = torch.empty(self._state_size, dtype=torch.float32, device="cpu")
         for layer, window in enumerate(self._windows):
             if window:
                 held = min(length, window - 1)

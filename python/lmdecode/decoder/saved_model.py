@@ -173,10 +173,10 @@ def _take(model: PackedModel, memory: Tensor) -> None:
     """Give a model its weights; raise RuntimeError, TypeError or ValueError if they do not fit."""
     model.take(memory)
     if isinstance(model, PackedCausalModel):
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         CausalCaches(model, 1, 1, max_rows=1).forward(nothing, nothing.view(0, 4), 0)
         if model.mtp is not None:
-            rows = torch.empty(0, model.config.model_size)
+            rows = torch.empty(0, model.config.model_size, dtype=torch.float32, device="cpu")
             caches = CausalCaches(model.mtp, 1, 1, max_rows=1)
             caches.forward(nothing, nothing.view(0, 4), 0, hidden_in=rows)
 

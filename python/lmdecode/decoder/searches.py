@@ -177,7 +177,9 @@ class DecodingSearches:
         """
         if logits is None:
             rows = self.caches.table.shape[0]
-            logits = torch.zeros(rows, self.decoder.config.vocab_size, dtype=torch.float32)
+            logits = torch.zeros(
+                rows, self.decoder.config.vocab_size, dtype=torch.float32, device="cpu"
+            )
         self._run([1, 0, 0], logits)
         return logits
 

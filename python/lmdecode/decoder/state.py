@@ -85,7 +85,7 @@ def new_caches(
     shapes = _cache_shapes(config, requests, rows, capacity, source)
     with torch.inference_mode(False):
         if memory is None:
-            parts = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
+            parts = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes]
         else:
             sizes = [math.prod(shape) for shape in shapes]
             flat = memory[: 4 * sum(sizes)].view(torch.float32).split(sizes)
@@ -96,9 +96,9 @@ def new_caches(
             self_values,
             cross_keys,
             cross_values,
-            torch.zeros(requests, dtype=torch.int64),
-            torch.zeros(rows, capacity, dtype=torch.int32),
-            torch.zeros(requests, dtype=torch.int64),
+            torch.zeros(requests, dtype=torch.int64, device="cpu"),
+            torch.zeros(rows, capacity, dtype=torch.int32, device="cpu"),
+            torch.zeros(requests, dtype=torch.int64, device="cpu"),
         )
 
 

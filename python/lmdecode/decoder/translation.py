@@ -63,7 +63,7 @@ class _Batch:
             tries=[request.trie] * count,
             own_bytes=_KEPT_BYTES,
         )
-        self._requests = torch.arange(count)
+        self._requests = torch.arange(count, device="cpu")
 
     def run(self, memory: Tensor, lengths: Tensor, numbers: Sequence[int]) -> list[BeamResult]:
         """Search memories, [count, at most source, M]; the results have these numbers."""

@@ -27,13 +27,15 @@ _NO_PART = -1  # in a layout
 
 def _pack(weight: Tensor | None, weight_format: str) -> Tensor:
     if weight is None:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return pack_weight(weight, weight_format)
 
 
 def _norm_gamma(config: Any, gamma: Tensor | None) -> Tensor | None:
     """Layers have all of their norms; a gamma of None is 1."""
-    return torch.ones(config.model_size) if gamma is None else gamma
+    if gamma is None:
+        return torch.ones(config.model_size, dtype=torch.float32, device="cpu")
+    return gamma
 
 
 def pack_layer(config: Any, layer: Any, weight_format: str) -> list[Tensor]:

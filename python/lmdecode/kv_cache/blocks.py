@@ -130,13 +130,17 @@ class BlockTable:
         self.num_rows = 0
         # Tensors made under inference_mode could not be written to outside of it.
         with torch.inference_mode(False):
-            self._table = torch.full((max_rows, max_blocks_per_row), _NO_BLOCK, dtype=torch.int32)
-            self._lengths = torch.zeros(max_rows, dtype=torch.int32)
-            self.ref_counts = torch.zeros(num_blocks, dtype=torch.int32)
+            self._table = torch.full(
+                (max_rows, max_blocks_per_row), _NO_BLOCK, dtype=torch.int32, device="cpu"
+            )
+            self._lengths = torch.zeros(max_rows, dtype=torch.int32, device="cpu")
+            self.ref_counts = torch.zeros(num_blocks, dtype=torch.int32, device="cpu")
             # The lowest block is taken first.
-            self._free_blocks = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)
-            self._counters = torch.tensor([num_blocks, 0, 0], dtype=torch.int32)
-            self._copies = torch.empty((max_rows, 3), dtype=torch.int32)
+            self._free_blocks = torch.arange(
+                num_blocks - 1, -1, -1, dtype=torch.int32, device="cpu"
+            )
+            self._counters = torch.tensor([num_blocks, 0, 0], dtype=torch.int32, device="cpu")
+            self._copies = torch.empty((max_rows, 3), dtype=torch.int32, device="cpu")
 
     def __repr__(self) -> str:
         return (
@@ -161,7 +165,7 @@ class BlockTable:
 
     def _make_room(self, what: str, first: int, end: int, num_tokens: int) -> Tensor:
         """Append to rows [first, end); return the copies."""
-        tokens = torch.full((end - first,), num_tokens)
+        tokens = torch.full((end - first,), num_tokens, device="cpu")
         rows = (self._table[first:end], self._lengths[first:end])
         copies = self._copies[first:end]
         _append(
@@ -202,7 +206,7 @@ class BlockTable:
         self._make_room("insert", first, first + 1, length)
         self.num_rows = first + 1
         if num_beams > 1:
-            self.reorder_(torch.tensor([*range(first), *[first] * num_beams]))
+            self.reorder_(torch.tensor([*range(first), *[first] * num_beams], device="cpu"))
         return range(first, first + num_beams)
 
     def append(self, num_tokens: int = 1) -> BlockSlots:
@@ -228,7 +232,7 @@ class BlockTable:
         num_tokens = _check_int("num_tokens", num_tokens, 0)
         before = self.lengths[:, None].clone()
         copies = self._make_room("append", 0, self.num_rows, num_tokens)
-        positions = before + torch.arange(num_tokens, dtype=torch.int32)
+        positions = before + torch.arange(num_tokens, dtype=torch.int32, device="cpu")
         blocks = self.table.gather(1, (positions // self.block_size).long())
         return BlockSlots(blocks, positions % self.block_size, copies)
 
@@ -239,7 +243,7 @@ class BlockTable:
         stop = length if stop is None else stop
         stop = _check_int("stop", stop, 0, length)
         start = _check_int("start", start, 0, stop)
-        positions = torch.arange(start, stop, dtype=torch.int32)
+        positions = torch.arange(start, stop, dtype=torch.int32, device="cpu")
         return self.table[row][positions // self.block_size], positions % self.block_size
 
     def reorder_(self, parents: Tensor | Sequence[int]) -> None:
@@ -252,7 +256,7 @@ class BlockTable:
             that no row uses become free.
         """
         if not isinstance(parents, Tensor):
-            parents = torch.tensor(list(parents), dtype=torch.int64)
+            parents = torch.tensor(list(parents), dtype=torch.int64, device="cpu")
         _reorder(
             self._table, self._lengths, self.ref_counts, self._free_blocks, self._counters,
             parents, self.num_rows, self.block_size,

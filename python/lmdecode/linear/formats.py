@@ -119,7 +119,7 @@ def format_of_head(name: str) -> str:
 def pack_weight(weight: LinearWeight, name: str) -> Tensor:
     """Return a weight as the ops take it, uint8 [bytes]: see ``pack_weight_into``."""
     with torch.inference_mode(False):
-        packed = torch.empty(packed_bytes(weight, name), dtype=torch.uint8)
+        packed = torch.empty(packed_bytes(weight, name), dtype=torch.uint8, device="cpu")
     pack_weight_into(weight, name, packed)
     return packed
 
@@ -171,7 +171,8 @@ def _format_of(weight: Tensor | QuantizedWeight, name: str) -> int:
 
 def _packed_bytes(shape: tuple[int, int], number: int) -> int:
     """Return the bytes of a packed weight; of any format, for the fake only counts."""
-    return int(ops.pack_linear(torch.empty(shape, device="meta"), number).numel())
+    weight = torch.empty(shape, dtype=torch.float32, device="meta")
+    return int(ops.pack_linear(weight, number).numel())
 
 
 def is_kept(model_type: object, quantization: object) -> bool:

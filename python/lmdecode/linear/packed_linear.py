@@ -296,7 +296,8 @@ class PackedLinear:
         layer.in_features = check_int(op, "in_features", in_features, 0, limits="at least 0")
         layer.out_features = check_int(op, "out_features", out_features, 0, limits="at least 0")
         layer.bias, layer.packed = layer._checked_bias(op, bias), packed
-        layer(torch.empty(0, layer.in_features))  # the op sees whether they fit
+        # The op sees whether they fit.
+        layer(torch.empty(0, layer.in_features, dtype=torch.float32, device="cpu"))
         return layer
 
     @staticmethod
@@ -308,7 +309,7 @@ class PackedLinear:
                 f"{op}: input_order is {str(order.dtype).removeprefix('torch.')} "
                 f"{list(order.shape)} on {order.device}; expected int64 [{size}] on cpu"
             )
-        if not torch.equal(order.sort().values, torch.arange(size)):
+        if not torch.equal(order.sort().values, torch.arange(size, device="cpu")):
             raise ValueError(f"{op}: input_order is no permutation of 0 to {size - 1}")
         return order.clone()
 

@@ -103,7 +103,7 @@ class JoinedWeight:
 
     def index_rows(self, index: Tensor) -> LinearWeight:
         """Return the rows with these indices, int64 [rows], in their order: see ``join_rows``."""
-        ends = torch.tensor([part.shape[0] for part in self.parts]).cumsum(0)
+        ends = torch.tensor([part.shape[0] for part in self.parts], device="cpu").cumsum(0)
         parts, counts = torch.unique_consecutive(
             torch.bucketize(index, ends, right=True), return_counts=True
         )

@@ -97,7 +97,8 @@ def words_of(timed: TimedTokens, texts: SpeechTokenizer, language: str) -> list[
     at = 0
     for text, count in texts.words(timed.tokens, language):
         end = at + count
-        probability = float(torch.tensor(timed.log_probs[at:end]).exp().mean())
+        log_probs = torch.tensor(timed.log_probs[at:end], dtype=torch.float32, device="cpu")
+        probability = float(log_probs.exp().mean())
         found.append(TimedWord(text, timed.starts[at], timed.starts[end], probability))
         at = end
     return found

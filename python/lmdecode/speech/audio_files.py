@@ -37,7 +37,7 @@ def load_audio(audio: Any) -> Tensor:
     if isinstance(audio, (str, os.PathLike)) or hasattr(audio, "read"):
         return _decode(audio)
     if not isinstance(audio, Tensor) and hasattr(audio, "__array__"):
-        audio = torch.as_tensor(audio)
+        audio = torch.as_tensor(audio, device="cpu")
     if not isinstance(audio, Tensor):
         raise type_error(_OP, "audio", audio, "a path, a binary file, a tensor or an array")
     if audio.dim() != 1 or not audio.dtype.is_floating_point:

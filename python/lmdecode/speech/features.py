@@ -30,9 +30,11 @@ def _hertz_of_mel(mel: Tensor) -> Tensor:
 
 def _mel_filters(channels: int) -> Tensor:
     """Return [channels, bins] float32: triangles of equal area, evenly spaced in mel."""
-    top = _mel_of_hertz(torch.tensor([RATE / 2], dtype=torch.float64))
-    edges = _hertz_of_mel(torch.linspace(0.0, float(top), channels + 2, dtype=torch.float64))
-    bins = torch.linspace(0.0, RATE / 2, _WINDOW // 2 + 1, dtype=torch.float64)
+    top = _mel_of_hertz(torch.tensor([RATE / 2], dtype=torch.float64, device="cpu"))
+    edges = _hertz_of_mel(
+        torch.linspace(0.0, float(top), channels + 2, dtype=torch.float64, device="cpu")
+    )
+    bins = torch.linspace(0.0, RATE / 2, _WINDOW // 2 + 1, dtype=torch.float64, device="cpu")
     left, middle, right = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     rising, falling = (bins - left) / (middle - left), (right - bins) / (right - middle)
     triangles = torch.minimum(rising, falling).clamp(min=0.0)
@@ -50,7 +52,7 @@ class LogMel:
 
     def __init__(self, channels: int) -> None:
         self._filters = _mel_filters(channels)
-        self._window = torch.hann_window(_WINDOW, device="cpu")
+        self._window = torch.hann_window(_WINDOW, dtype=torch.float32, device="cpu")
 
     def __call__(self, samples: Tensor, least: int = 0) -> Tensor:
         """Return [channels, frames] float32 of a sound, a frame for each whole 10 ms.
@@ -66,7 +68,7 @@ class LogMel:
         """
         count = max(len(samples), least * HOP)
         frames = count // HOP
-        found = torch.empty(len(self._filters), frames)
+        found = torch.empty(len(self._filters), frames, dtype=torch.float32, device="cpu")
         half = _WINDOW // 2
         padded = samples.new_zeros(max(count, half + 1) + 2 * half)
         padded[half : half + len(samples)] = samples

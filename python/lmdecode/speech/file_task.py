@@ -117,7 +117,9 @@ class FileTask:
         part = part[:, : self._model.frames]
         if part.shape[1] == self._model.frames:
             return part
-        found = torch.full((len(part), self._model.frames), self._silence)
+        found = torch.full(
+            (len(part), self._model.frames), self._silence, dtype=torch.float32, device="cpu"
+        )
         found[:, : part.shape[1]] = part
         return found
 

@@ -196,7 +196,8 @@ class SpeechModel:
         searches = DecodingSearches(
             self.decoder, state, parameters, new_token_rules(1), source, num_candidates=1
         )
-        searches.read_memory(memory[None], torch.tensor([len(memory)]), torch.tensor([0]))
+        lengths, slots = torch.tensor([[len(memory)], [0]], device="cpu")
+        searches.read_memory(memory[None], lengths, slots)
         logits = searches.read_tokens()[0]
         searches.release()
         return logits

@@ -57,18 +57,21 @@ def draw(
     """
     length, end = len(prompt), model.tokens.end
     state = new_beam_state(1, rows, length + new_tokens + 1)
-    state.sequences[0, :, :length] = torch.tensor(prompt)
+    state.sequences[0, :, :length] = torch.tensor(prompt, device="cpu")
     state.lengths.fill_(length)
     parameters = beam_parameters(1, rows)
     parameters.prompt_lengths.fill_(length)
     searches = DecodingSearches(
         model.decoder, state, parameters, rules, padded(len(memory)), num_candidates=1
     )
-    searches.read_memory(memory[None], torch.tensor([len(memory)]), torch.tensor([0]))
-    values = torch.empty(2, rows, model.decoder.config.vocab_size)
+    lengths, slots = torch.tensor([[len(memory)], [0]], device="cpu")
+    searches.read_memory(memory[None], lengths, slots)
+    values = torch.empty(
+        2, rows, model.decoder.config.vocab_size, dtype=torch.float32, device="cpu"
+    )
     seeds = [seed % (1 << 62) + (row << 40) for row in range(rows)]
-    log_probs = torch.zeros(rows, new_tokens)
-    has_ended = torch.zeros(rows, dtype=torch.bool)
+    log_probs = torch.zeros(rows, new_tokens, dtype=torch.float32, device="cpu")
+    has_ended = torch.zeros(rows, dtype=torch.bool, device="cpu")
     taken = 0
     while taken < new_tokens and not bool(has_ended.all()):
         searches.read_tokens(values)

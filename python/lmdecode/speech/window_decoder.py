@@ -209,8 +209,8 @@ class WindowDecoder:
         searches = self._searches
         if searches is None:
             searches = self._searches = self._new_searches(padded(len(memory)))
-        places = torch.tensor([place])
-        searches.read_memory(memory[None], torch.tensor([len(memory)]), places)
+        places = torch.tensor([place], device="cpu")
+        searches.read_memory(memory[None], torch.tensor([len(memory)], device="cpu"), places)
         begin_search(searches.state, searches.parameters, place, self._request(window))
         write_token_rules(searches.token_rules, place, self._rules(window))
         self._running[place], self._memories[place] = window, memory
@@ -356,7 +356,9 @@ class WindowDecoder:
                 f"Transcriber: the window at frame {window.seek} has NaN in its logits, or no "
                 "token to go on with"
             )
-        final = beam_finalize(state, self._searches.parameters, 1, slots=torch.tensor([place]))
+        final = beam_finalize(
+            state, self._searches.parameters, 1, slots=torch.tensor([place], device="cpu")
+        )
         begin, end = len(window.prompt), int(final.lengths[0, 0])
         tokens = final.sequences[0, 0, begin:end].tolist()
         return _Found(tokens, final.log_probs[0, 0, begin:end].tolist())

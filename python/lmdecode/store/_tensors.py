@@ -250,14 +250,15 @@ def empty_cache(
     cache: list[tuple[Tensor, ...]] = []
     for layer in layers:
         if layer == fingerprint.num_layers:
-            cache.append((torch.empty(1, 1, fingerprint.state_bytes, dtype=torch.uint8),))
+            state = torch.empty(1, 1, fingerprint.state_bytes, dtype=torch.uint8, device="cpu")
+            cache.append((state,))
             continue
         window = fingerprint.windows[layer] if fingerprint.windows else None
         count = num_tokens if window is None else min(num_tokens, window - 1)
-        keys = torch.empty(heads, count, size, dtype=dtype)
+        keys = torch.empty(heads, count, size, dtype=dtype, device="cpu")
         if by_column:
-            values = torch.empty(heads, size, count, dtype=dtype).transpose(1, 2)
+            values = torch.empty(heads, size, count, dtype=dtype, device="cpu").transpose(1, 2)
         else:
-            values = torch.empty(heads, count, size, dtype=dtype)
+            values = torch.empty(heads, count, size, dtype=dtype, device="cpu")
         cache.append((keys, values))
     return cache

@@ -50,7 +50,8 @@ def _sample(tensor: Tensor) -> bytes:
         begin = tensor.data_ptr()
         return b"".join(ctypes.string_at(begin + place, _PLACE_BYTES) for place in places)
     width = _PLACE_BYTES // item
-    index = torch.tensor([place // item for place in places]).view(-1, 1) + torch.arange(width)
+    begins = torch.tensor([place // item for place in places], device="cpu")
+    index = begins[:, None] + torch.arange(width, device="cpu")
     chosen = tensor.detach().reshape(-1)[index.view(-1).to(tensor.device)].cpu().contiguous()
     return ctypes.string_at(chosen.data_ptr(), chosen.nbytes)
 

@@ -190,7 +190,7 @@ class BeamRequest:
                 raise _fail(name, getattr(self, name), "a number above 0")
         if not math.isfinite(self.patience * self.num_beams):
             raise _fail("patience", self.patience, "a number that num_beams does not make infinite")
-        if not torch.tensor(self.repetition_penalty, dtype=torch.float32) > 0:
+        if not torch.tensor(self.repetition_penalty, dtype=torch.float32, device="cpu") > 0:
             raise _fail("repetition_penalty", self.repetition_penalty, "above 0 in float32")
         if not isinstance(self.logit_bias, Mapping):
             kind = type(self.logit_bias).__name__

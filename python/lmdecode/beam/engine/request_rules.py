@@ -41,8 +41,8 @@ def token_rules_of_request(request: BeamRequest, vocab_size: int) -> TokenRules:
     bias = None
     values = {token: value for token, value in request.logit_bias.items() if token < vocab_size}
     if values:
-        bias = torch.zeros(vocab_size, dtype=torch.float32)
-        bias[list(values)] = torch.tensor(list(values.values()), dtype=torch.float32)
+        bias = torch.zeros(vocab_size, dtype=torch.float32, device="cpu")
+        bias[list(values)] = torch.tensor(list(values.values()), dtype=torch.float32, device="cpu")
     return one_slot(
         repetition_penalty=request.repetition_penalty,
         no_repeat_ngram_size=request.no_repeat_ngram_size,

@@ -97,7 +97,7 @@ class BeamSlots:
         )
         self.parameters: BeamParameters = beam_parameters(slots, 1, device=device)
         with torch.inference_mode(False):
-            self.coverage = torch.zeros(slots, num_beams, 0, device=device)
+            self.coverage = torch.zeros(slots, num_beams, 0, device=device, dtype=torch.float32)
             self.nodes = torch.zeros(slots, num_beams, dtype=torch.int32, device=device)
         self._free = list(range(slots))[::-1]
 

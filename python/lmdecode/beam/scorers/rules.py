@@ -254,5 +254,5 @@ def beam_index_rows(rows: Sequence[Any], sequences: Tensor) -> Tensor | None:
                 f"beam_indices has {len(indices)} indices of a hypothesis; expected at most "
                 f"{result.shape[1]}, the length of the result"
             )
-        result[row, : len(indices)] = torch.tensor([int(index) for index in indices])
+        result[row, : len(indices)] = torch.tensor([int(index) for index in indices], device="cpu")
     return result

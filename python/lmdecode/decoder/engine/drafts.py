@@ -143,7 +143,9 @@ class Drafts:
 
     def new_hidden(self, tokens: int, model_size: int) -> Tensor | None:
         """Return room for the hidden rows of a step's tokens; None: the source does not see any."""
-        return None if self._observer is None else torch.empty(tokens, model_size, device="cpu")
+        if self._observer is None:
+            return None
+        return torch.empty(tokens, model_size, device="cpu", dtype=torch.float32)
 
     def observe(self, steps: Sequence[HiddenRows]) -> None:
         """See ``HiddenSource``."""

@@ -63,7 +63,9 @@ class EncoderDecoderSteps:
             num_candidates=1,
         )
         with torch.inference_mode(False):
-            self._logits = torch.empty(self.sequences, decoder.config.vocab_size, device="cpu")
+            self._logits = torch.empty(
+                self.sequences, decoder.config.vocab_size, device="cpu", dtype=torch.float32
+            )
             self._grows = torch.zeros(max_requests, dtype=torch.int64, device="cpu")
         self._tokens = state.sequences.view(-1)
         self._free = list(range(max_requests - 1, -1, -1))

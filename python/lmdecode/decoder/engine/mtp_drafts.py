@@ -60,7 +60,7 @@ class _Row:
 
     def __init__(self) -> None:
         self.read = self.position = self.gap = 0
-        self.hidden = torch.empty(0, 0, device="cpu")
+        self.hidden = torch.empty(0, 0, device="cpu", dtype=torch.float32)
 
 
 class _Text(DraftedText):
@@ -69,7 +69,7 @@ class _Text(DraftedText):
     def __init__(self, row: int, ends: Collection[int], size: int) -> None:
         super().__init__(ends, size)
         self.row = row
-        self.own = torch.empty(0, 0, device="cpu")
+        self.own = torch.empty(0, 0, device="cpu", dtype=torch.float32)
 
 
 class MtpDrafts:
@@ -168,7 +168,7 @@ class MtpDrafts:
         return drafts_of(self._texts, asks)
 
     def _nothing(self) -> Tensor:
-        return torch.empty(0, self._size, device="cpu")
+        return torch.empty(0, self._size, device="cpu", dtype=torch.float32)
 
     def _read(
         self,

@@ -45,7 +45,9 @@ class Part:
     def read(self, file: ModelFile) -> Tensor:
         """Return the parameter, in the dtype of the file's floats, or float32 of its integers."""
         if self.variable is None:
-            return torch.cat([torch.zeros(self.zeros), torch.full((self.more,), self.fill)])
+            values = torch.zeros(self.zeros + self.more, dtype=torch.float32, device="cpu")
+            values[self.zeros :] = self.fill
+            return values
         rows = file.weights(self.variable)[self.begin : self.end]
         parts = [rows]
         if self.zeros:
@@ -59,10 +61,10 @@ class Part:
     def empty(self, file: ModelFile) -> Tensor:
         """Return a meta tensor of the shape that ``read`` returns."""
         if self.variable is None:
-            return torch.empty(self.zeros + self.more, device="meta")
+            return torch.empty(self.zeros + self.more, device="meta", dtype=torch.float32)
         rows, *others = file.shape(self.variable)
         count = (rows if self.end is None else self.end) - self.begin + self.zeros + self.more
-        empty = torch.empty(count, *others, device="meta")
+        empty = torch.empty(count, *others, device="meta", dtype=torch.float32)
         return empty.T if self.is_transposed else empty
 
 

@@ -34,9 +34,9 @@ class ValueHeads:
         self._before = 2 * self._key_heads * config.linear_key_head_dim
 
     def _index(self, size: int, before: int = 0) -> Tensor:
-        rows = torch.arange(self._group * self._key_heads * size) + before
+        rows = torch.arange(self._group * self._key_heads * size, device="cpu") + before
         grouped = rows.view(self._group, self._key_heads, size).transpose(0, 1).flatten()
-        return torch.cat((torch.arange(before), grouped))
+        return torch.cat((torch.arange(before, device="cpu"), grouped))
 
     def in_groups(self, parameter: str, tensor: Any) -> Any:
         """Return a parameter with value heads of a key head side by side."""
@@ -85,6 +85,8 @@ class KeyHeads:
     def read(self, file: GgufFile, names: Sequence[str]) -> LinearWeight:
         """Return the rows of these tensors in transformers' order."""
         joined = join_rows([file.tensor(name) for name in names])
-        parts = torch.arange(joined.shape[0]).split([size * self._heads for size in self._sizes])
+        parts = torch.arange(joined.shape[0], device="cpu").split(
+            [size * self._heads for size in self._sizes]
+        )
         index = torch.cat([part.view(self._heads, -1) for part in parts], dim=1).flatten()
         return index_rows(joined, index)

@@ -143,7 +143,7 @@ class Weights:
         if parameter in self._parts:
             return read_parts(self._file, self._parts[parameter], self._keeps_blocks)
         if parameter.endswith(_SCALE) and self._is_left_out(parameter):
-            return torch.ones(1)
+            return torch.ones(1, dtype=torch.float32, device="cpu")
         tensor = self._in_order(parameter)
         if not isinstance(tensor, Tensor):
             if self._keeps_blocks:
@@ -181,5 +181,7 @@ def is_of_block(name: str, first: int) -> bool:
 
 def _in_halves(tensor: LinearWeight, heads: int) -> LinearWeight:
     """Undo what llama.cpp does to rows: in a head it has pairs of those that turn as neighbours."""
-    index = torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+    index = (
+        torch.arange(tensor.shape[0], device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(-1)
+    )
     return index_rows(tensor, index)

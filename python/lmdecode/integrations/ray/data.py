@@ -236,16 +236,16 @@ class Generate:
 
     def _generate(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
         length = max(map(len, prompts))
-        input_ids = torch.full((len(prompts), length), self._pad)
+        input_ids = torch.full((len(prompts), length), self._pad, device="cpu")
         mask = torch.zeros_like(input_ids)
         for row, prompt in enumerate(prompts):
-            input_ids[row, length - len(prompt) :] = torch.tensor(prompt)
+            input_ids[row, length - len(prompt) :] = torch.tensor(prompt, device="cpu")
             mask[row, length - len(prompt) :] = 1
         options = {"pad_token_id": self._pad, **self._arguments.given}
         if self._arguments.get("stop_strings") is not None:
             options["tokenizer"] = self._tokenizer
         if self._arguments.draws:
-            options["seed"] = torch.tensor(seeds)
+            options["seed"] = torch.tensor(seeds, device="cpu")
         output: Tensor = self._decoding.generate(input_ids, attention_mask=mask, **options)
         ends = self._arguments.ends
         return [_up_to_end(row, ends) for row in output[:, length:].tolist()]
@@ -368,7 +368,9 @@ class Transcribe:
         if short:
             # Each by itself: what is computed of a batch at once may differ in the last bits.
             features = torch.cat([self._features(sounds[row]) for row in short])
-            options = {"seed": torch.tensor([seeds[row] for row in short])} if self._draws else {}
+            options = {}
+            if self._draws:
+                options["seed"] = torch.tensor([seeds[row] for row in short], device="cpu")
             for row, tokens in zip(short, self._tokens(features, **options), strict=True):
                 found[row] = tokens
         for row, sound in enumerate(sounds):
@@ -404,7 +406,7 @@ class Transcribe:
         )
         options = {"return_timestamps": True, **self._arguments.given}
         if self._draws:
-            options["seed"] = torch.tensor([seed])
+            options["seed"] = torch.tensor([seed], device="cpu")
         output = self._decoding.generate(
             input_features=inputs.input_features, attention_mask=inputs.attention_mask, **options
         )

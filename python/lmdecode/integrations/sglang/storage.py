@@ -209,7 +209,7 @@ class LmdecodeStorage(HiCacheStorage):
         pages = self._pages(name, None if target is None else _num_bytes(target))
         if pages is None:
             return None
-        page = torch.empty(pages.num_bytes, dtype=torch.uint8)
+        page = torch.empty(pages.num_bytes, dtype=torch.uint8, device="cpu")
         if target is None:
             return page if pages.load(key.encode(), page) else None
         if _num_bytes(target) != pages.num_bytes:

@@ -160,15 +160,19 @@ def attention_forward(
     _check(query, dropout, {"position_bias": position_bias, "cache": cache})
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    query = _autocast(query)
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux)
     if attention_mask is not None and attention_mask.dim() == 4:
         mask = attention_mask[..., : key.shape[2]]
         out = sliding_window_attention(
-            query, key, value, attn_mask=mask, mask_convention="visible", **options
-        )
+            query, _autocast(key), _autocast(value), attn_mask=mask, mask_convention="visible",
+            **options,
+        )  # fmt: skip
         return _transposed(out), None
     if isinstance(key, RingStates) and is_causal and key.ring.window == sliding_window:
-        return _transposed(key.attend(query, key_padding_mask=attention_mask, **options)), None
+        rows = query.to(key.ring.dtype)  # the ring is read in place
+        out = key.attend(rows, key_padding_mask=attention_mask, **options)
+        return _transposed(out).to(query.dtype), None
     if isinstance(key, RingStates) and sliding_window and key.ring.window < sliding_window:
         raise ValueError(
             f"lmdecode attention: sliding_window is {sliding_window}; expected at most "
@@ -185,8 +189,16 @@ def attention_forward(
         # A window of this size to both sides, the query not counted.
         window = None if sliding_window is None else sliding_window + 1
         options |= dict(window=window, window_right=sliding_window)
+    states = query, _autocast(key), _autocast(value)
     attend = attention_op(query.shape[2])
-    return _transposed(attend(query, key, value, key_padding_mask=attention_mask, **options)), None
+    return _transposed(attend(*states, key_padding_mask=attention_mask, **options)), None
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """Return queries, keys or values as torch's attention casts them where autocast is on."""
+    device = tensor.device.type
+    is_on = torch.is_autocast_enabled(device) and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(device)) if is_on else tensor
 
 
 def _transposed(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:

@@ -96,11 +96,12 @@ def load_quantized(
             "checkpoint of AWQ or GPTQ"
         )
     may_mismatch = options.pop("ignore_mismatched_sizes", False)
-    model, report = model_class.from_pretrained(
-        folder, config=config, quantization_config=_QuantizedConfig(settings),
-        output_loading_info=True, ignore_mismatched_sizes=True,  # _check_report names them
-        **options,
-    )  # fmt: skip
+    with torch.device("cpu"):
+        model, report = model_class.from_pretrained(
+            folder, config=config, quantization_config=_QuantizedConfig(settings),
+            output_loading_info=True, ignore_mismatched_sizes=True,  # _check_report names them
+            **options,
+        )  # fmt: skip
     _check_report(model, report, may_mismatch)
     return model
 
@@ -221,7 +222,9 @@ class _FolderQuantizer(LmdecodeQuantizer):
             model.all_tied_weights_keys.pop(f"{name}.weight", None)
             if module.bias is None and not names.isdisjoint(_parts(model, name, "bias")):
                 size = _shape(module)[1]
-                module.bias = nn.Parameter(torch.empty(size, dtype=module.weight.dtype))
+                module.bias = nn.Parameter(
+                    torch.empty(size, dtype=module.weight.dtype, device="cpu")
+                )
         return model
 
     def _process_model_after_weight_loading(

@@ -135,10 +135,12 @@ def _search(llm: Any, requests: Sequence[BeamRequest], vocab: int) -> list[BeamR
 
 def _logits(rows: list[dict[int, Any]], vocab: int) -> Tensor:
     """[rows, vocab + 1], whose softmax is that of all tokens."""
-    logits = torch.full((len(rows), vocab + 1), -math.inf)
+    logits = torch.full((len(rows), vocab + 1), -math.inf, dtype=torch.float32, device="cpu")
     for row, best in enumerate(rows):
-        values = torch.tensor([one.logprob for one in best.values()], dtype=torch.float64)
-        logits[row, torch.tensor(list(best))] = values.float()
+        values = torch.tensor(
+            [one.logprob for one in best.values()], dtype=torch.float64, device="cpu"
+        )
+        logits[row, torch.tensor(list(best), device="cpu")] = values.float()
         rest = 1.0 - values.exp().sum().item()
         if rest > 0.0:
             logits[row, vocab] = math.log(rest)

@@ -111,7 +111,9 @@ class ConstrainedSearch(SearchBase):
         super().__init__(settings, input_ids, processors, criteria, recorder)
         self.num_candidates = settings.candidates_per_beam * settings.num_beams
         device = input_ids.device
-        self.beam_scores = torch.zeros((settings.batch, settings.num_beams), device=device)
+        self.beam_scores = torch.zeros(
+            (settings.batch, settings.num_beams), device=device, dtype=torch.float32
+        )
         self.beam_scores[:, 1:] = UNUSED_BEAM_SCORE
         self.beam_indices: tuple[tuple[int, ...], ...] = tuple(() for _ in input_ids)
         self.scorer = ConstrainedBeamSearchScorer(
@@ -161,7 +163,7 @@ class ConstrainedSearch(SearchBase):
         )
 
     def finish(self, input_ids: Tensor) -> SearchResult:
-        nothing = torch.zeros((self.settings.batch, 0), dtype=torch.int64)
+        nothing = torch.zeros((self.settings.batch, 0), dtype=torch.int64, device="cpu")
         result: Any = self.scorer.finalize(
             input_ids,
             self.beam_scores.flatten(),

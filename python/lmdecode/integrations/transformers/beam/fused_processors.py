@@ -166,9 +166,10 @@ class FusedProcessors:
         for processor in self._processors:
             kind = type(processor)
             if kind is SequenceBiasLogitsProcessor:
-                bias, values = torch.zeros(vocab_size), processor.sequence_bias
+                values = processor.sequence_bias
+                bias = torch.zeros(vocab_size, dtype=torch.float32, device="cpu")
                 bias[[tokens[0] for tokens in values]] = torch.tensor(
-                    list(values.values()), dtype=torch.float32
+                    list(values.values()), dtype=torch.float32, device="cpu"
                 )
                 rules["bias"] = bias.to(device)
             elif kind is HammingDiversityLogitsProcessor:

@@ -301,7 +301,7 @@ def expand_beams(cache: Any, num_beams: int | Sequence[int]) -> None:
         if uniform:
             half.batch_repeat_interleave(widths[0])
         else:
-            rows = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))
+            rows = torch.repeat_interleave(torch.tensor(widths, device="cpu"))
             half.batch_select_indices(rows)
 
 

@@ -86,12 +86,12 @@ class RingLayer(CacheLayerMixin):
         batch, heads, _, head_size = keys.shape
         return RingKVCache(
             batch, heads, head_size, self.sliding_window, capacity=capacity,
-            value_size=values.shape[3], dtype=keys.dtype, device=keys.device,
+            value_size=values.shape[3], dtype=self.dtype, device=keys.device,
         )  # fmt: skip
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the ring, with the sizes of these states."""
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype, self.device = _dtype_of(key_states, value_states), key_states.device
         capacity = self.sliding_window + (_SPARE if self.record_past else 0)
         self._ring = self._new_ring(key_states, value_states, capacity)
         self.is_initialized = True
@@ -108,12 +108,14 @@ class RingLayer(CacheLayerMixin):
         """Write [B, H, n, D], and return what their queries see, and them: a prompt comes whole."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif len(key_states) != self.ring.batch or key_states.dtype != self.dtype:
+        dtype = _dtype_of(key_states, value_states)
+        if len(key_states) != self.ring.batch or dtype != self.dtype:
             raise ValueError(
-                f"RingLayer: key_states has {len(key_states)} rows of {key_states.dtype}; expected "
+                f"RingLayer: key_states has {len(key_states)} rows of {dtype}; expected "
                 f"{self.ring.batch} of {self.dtype}, as the cache holds: another batch needs "
                 "another cache, or reset()"
             )
+        key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         count, held = key_states.shape[2], self.cumulative_length
         self._first_chunk = None
         if held == 0:
@@ -186,13 +188,19 @@ class RingLayer(CacheLayerMixin):
         """Let ``repeats`` rows follow on each row."""
         self._first_chunk = None
         if self.cumulative_length > 0:
-            self.ring.select_rows_(torch.arange(self.ring.batch).repeat_interleave(repeats))
+            rows = torch.arange(self.ring.batch, device="cpu")
+            self.ring.select_rows_(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, in this order."""
         self._first_chunk = None
         if self.cumulative_length > 0:
-            self.ring.select_rows_(torch.arange(self.ring.batch)[indices.cpu()])
+            self.ring.select_rows_(torch.arange(self.ring.batch, device="cpu")[indices.cpu()])
+
+
+def _dtype_of(key_states: Tensor, value_states: Tensor) -> torch.dtype:
+    """Return the dtype of a ring for these: under autocast keys, which are rotated, differ."""
+    return torch.promote_types(key_states.dtype, value_states.dtype)
 
 
 class _FixedLayer(BeamLayer):

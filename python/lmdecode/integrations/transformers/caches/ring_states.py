@@ -53,7 +53,7 @@ class RingStates(Tensor):
 
     @classmethod
     def _of(cls, view: _View, which: int) -> RingStates:
-        states = torch.empty(0).as_subclass(cls)
+        states = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(cls)
         states._view, states._which = view, which
         return states
 

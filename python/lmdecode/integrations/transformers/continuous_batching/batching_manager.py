@@ -132,7 +132,7 @@ class BatchingManager(ContinuousBatchingManager):
                 return row_seed(self._seed, number)
             if number < len(self._seed):
                 return self._seed[number]
-        return int(torch.randint(0, MAX_INT, ()))
+        return int(torch.randint(0, MAX_INT, (), device="cpu"))
 
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()

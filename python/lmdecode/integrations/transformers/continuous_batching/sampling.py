@@ -63,7 +63,7 @@ class FusedProcessors(ContinuousBatchingLogitsProcessorList):
         self._names = ("seed", *(name for name in STAGES if name not in taken))
         self.tensors_required = 2 * 2 + 4  # seed and position are of 64 bits
         self.do_processing = True
-        self._arguments = torch.empty(self.tensors_required, 0, dtype=torch.int32)
+        self._arguments = torch.empty(self.tensors_required, 0, dtype=torch.int32, device="cpu")
 
     def check_request(self, arguments: dict[str, Any]) -> None:
         """Raise for what is no argument of a request."""
@@ -98,10 +98,12 @@ class FusedProcessors(ContinuousBatchingLogitsProcessorList):
         rows = [self._row(request.state) for request in requests_in_batch if request.has_new_token]
         if rows:
             seeds, positions, *floats, top_k = zip(*rows, strict=True)
-            counters = torch.tensor([seeds, positions], dtype=torch.int64)
+            counters = torch.tensor([seeds, positions], dtype=torch.int64, device="cpu")
             halves = counters.view(torch.int32).view(2, -1, 2).transpose(1, 2).reshape(4, -1)
-            bits = torch.tensor(floats, dtype=torch.float32).view(torch.int32)
-            packed = torch.cat([halves, bits, torch.tensor([top_k], dtype=torch.int32)])
+            bits = torch.tensor(floats, dtype=torch.float32, device="cpu").view(torch.int32)
+            packed = torch.cat(
+                [halves, bits, torch.tensor([top_k], dtype=torch.int32, device="cpu")]
+            )
             arg_storage[:, : len(rows)] = packed.to(arg_storage.device)
         return arg_storage
 

@@ -81,7 +81,7 @@ class CausalModel:
             rollback=0 if drafts is None else drafts.drafting.most,
         )
         self._hidden: list[Tensor] = []  # of the prompts that were read, as drafts see them
-        self._entries = torch.tensor([[row, 1, 0, 1] for row in range(rows)])
+        self._entries = torch.tensor([[row, 1, 0, 1] for row in range(rows)], device="cpu")
         self._lookahead: Lookahead | None = None
         self._drafts: Drafts | None = None
         if drafts is not None:
@@ -118,14 +118,16 @@ class CausalModel:
             self._drafts.observe(steps)
             self._hidden = []
         if len(leaders) < len(prompts):
-            of_rows = torch.tensor(parents)
-            self.caches.reorder(torch.tensor(leaders)[of_rows])
+            of_rows = torch.tensor(parents, device="cpu")
+            self.caches.reorder(torch.tensor(leaders, device="cpu")[of_rows])
             logits = logits[of_rows]
         return logits
 
     def _read_prompts(self, leaders: list[int]) -> Tensor:
         """Read the prompts of these rows; return the logits of their last tokens, [n, V]."""
-        entries = torch.tensor([[row, len(self._prompts[row]), 1, 1] for row in leaders])
+        entries = torch.tensor(
+            [[row, len(self._prompts[row]), 1, 1] for row in leaders], device="cpu"
+        )
         tokens = torch.cat([self._prompts[row] for row in leaders])
         hidden = None
         if self._drafts is not None:

@@ -148,7 +148,7 @@ class StoredCall:
             while ends and ends[0] <= done:
                 del ends[0]
             end = min(done + _COMMIT_PROMPT, ends[0]) if ends else length
-            entry = torch.tensor([[0, end - done, 1, int(end == length)]])
+            entry = torch.tensor([[0, end - done, 1, int(end == length)]], device="cpu")
             logits = caches.forward(prompt[done:end], entry, int(end == length))
             if end <= last:
                 states.append(done, caches.read(0, done))

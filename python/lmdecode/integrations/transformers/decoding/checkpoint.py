@@ -74,7 +74,7 @@ def without_weights(model: Any) -> Any:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in replaced:
-                value = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                value = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
                 replaced[id(parameter)] = Parameter(value, requires_grad=False)
             setattr(module, name, replaced[id(parameter)])
     model.forward = WithoutWeights(type(model))
@@ -97,10 +97,11 @@ def auto_class_of(config: Any) -> Any:
 def empty_model(config: Any) -> Any:
     """Return the model of a config; its buffers have values, its parameters do not yet."""
     kind = auto_class_of(config)
-    with _EmptyOnMeta():
-        model = kind.from_config(config, dtype=torch.float32)
-    if any(buffer.is_meta for buffer in model.buffers()):  # one is written to after torch.empty
-        model = kind.from_config(config, dtype=torch.float32)
+    with torch.device("cpu"):
+        with _EmptyOnMeta():
+            model = kind.from_config(config, dtype=torch.float32)
+        if any(buffer.is_meta for buffer in model.buffers()):  # one is written to after torch.empty
+            model = kind.from_config(config, dtype=torch.float32)
     return model.eval()
 
 

@@ -88,7 +88,7 @@ def _whisper(model: Any) -> tuple[EncoderConfig, EncoderWeights]:
 
 def _t5(model: Any) -> tuple[EncoderConfig, EncoderWeights]:
     config, encoder = model.config, model.get_encoder()
-    places = torch.arange(1 - T5_DISTANCES, T5_DISTANCES)
+    places = torch.arange(1 - T5_DISTANCES, T5_DISTANCES, device="cpu")
     return (
         EncoderConfig(
             num_layers=len(encoder.block),

@@ -180,20 +180,20 @@ class Encoder:
         Rows after the end of a source are 0.
         """
         counts = [len(source) for source in sources]
-        lengths, longest = torch.tensor(counts), max(counts)
-        begins = torch.tensor([0, *accumulate(counts)])
-        places = torch.tensor([*chain.from_iterable(map(range, counts))])
-        tokens = torch.tensor([*chain.from_iterable(sources)])
+        lengths, longest = torch.tensor(counts, device="cpu"), max(counts)
+        begins = torch.tensor([0, *accumulate(counts)], device="cpu")
+        places = torch.tensor([*chain.from_iterable(map(range, counts))], device="cpu")
+        tokens = torch.tensor([*chain.from_iterable(sources)], device="cpu")
         rows = self._packed.forward(begins, places, tokens=tokens)
-        return _placed(rows, torch.arange(longest) < lengths[:, None]), lengths
+        return _placed(rows, torch.arange(longest, device="cpu") < lengths[:, None]), lengths
 
     def _of_tokens(self, ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
         """Return [B, S, D], or None if the mask has several runs of ones in a row."""
         if ids.dim() != 2 or ids.device.type != "cpu":
             return None
-        places = torch.arange(ids.shape[1]).expand(ids.shape)
+        places = torch.arange(ids.shape[1], device="cpu").expand(ids.shape)
         if attention_mask is None:
-            mask = torch.ones(ids.shape, dtype=torch.bool)
+            mask = torch.ones(ids.shape, dtype=torch.bool, device="cpu")
         elif attention_mask.shape != ids.shape:
             return None
         else:

@@ -93,7 +93,7 @@ def rules_of_drafts(
         Seeds of the rows, as of ``noise_of_rows``.
     """
     length, vocab = call.input_ids.shape[1], packed.config.vocab_size
-    padding: Any = torch.zeros(len(call.input_ids), dtype=torch.int64)
+    padding: Any = torch.zeros(len(call.input_ids), dtype=torch.int64, device="cpu")
     if call.mask is not None:
         padding = length - (call.mask != 0).sum(-1).to("cpu")
     steady = LogitsProcessorList(p for p in call.processors if type(p) in _STEADY)
@@ -177,7 +177,7 @@ def engine_call(packed: PackedCausalModel, call: CausalCall) -> EngineCall | Non
     prompts = _prompts(call)
     if prompts is None:
         return None
-    padding: Any = torch.tensor([length - len(prompt) for prompt in prompts])
+    padding: Any = torch.tensor([length - len(prompt) for prompt in prompts], device="cpu")
     do_sample = bool(config.do_sample)
     given = _parameters(call.processors, do_sample, Rows(length, vocab, padding, {}))
     if given is None:
@@ -251,7 +251,7 @@ def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCal
     tokens = [request._state.tokens for request in requests]
     longest = max(map(len, tokens))
     texts = [text + [asked.pad] * (longest - len(text)) for text in tokens]
-    return torch.cat([input_ids, torch.tensor(texts, dtype=input_ids.dtype)], dim=1)
+    return torch.cat([input_ids, torch.tensor(texts, dtype=input_ids.dtype, device="cpu")], dim=1)
 
 
 def _shifted(rules: TokenRules, padding: int) -> TokenRules:
@@ -320,10 +320,12 @@ def search_on_engine(
         texts.append([beams.new_tokens(rank) for rank in range(len(beams.lengths))])
     columns = max((len(tokens) for found in texts for tokens in found), default=0)
     sequences = torch.full(
-        (len(prompts), settings.num_return_sequences, length + columns), settings.fill
+        (len(prompts), settings.num_return_sequences, length + columns), settings.fill, device="cpu"
     )
     sequences[:, :, :length] = input_ids[::num_beams, None]
     for prompt, found in enumerate(texts):
         for rank, tokens in enumerate(found):
-            sequences[prompt, rank, length : length + len(tokens)] = torch.tensor(tokens)
+            sequences[prompt, rank, length : length + len(tokens)] = torch.tensor(
+                tokens, device="cpu"
+            )
     return sequences.flatten(0, 1)

@@ -35,7 +35,9 @@ class Lookahead:
         # Of each sequence: the tokens read ahead, the logits at the last token and at each of them,
         # and the tokens that the drafts do not know yet.
         self._ahead = [ReadAhead() for _ in lengths]
-        self._logits: list[Tensor] = [torch.empty(0, 0) for _ in lengths]
+        self._logits: list[Tensor] = [
+            torch.empty(0, 0, dtype=torch.float32, device="cpu") for _ in lengths
+        ]
         self._new: list[list[int]] = [[] for _ in lengths]
 
     def logits(self, last: Tensor) -> Tensor:
@@ -70,7 +72,10 @@ class Lookahead:
         counts = [entry[1] for entry in entries]
         hidden = self._drafts.new_hidden(len(tokens), self._caches.model.config.model_size)
         logits = self._caches.forward(
-            torch.tensor(tokens), torch.tensor(entries), len(tokens), hidden_out=hidden
+            torch.tensor(tokens, device="cpu"),
+            torch.tensor(entries, device="cpu"),
+            len(tokens),
+            hidden_out=hidden,
         )
         if hidden is not None:
             of_rows = zip(rows, hidden.split(counts), strict=True)

@@ -214,7 +214,7 @@ def _t5(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
         DecoderWeights(
             embedding=decoder.embed_tokens.weight,
             positions=None,
-            relative_bias=t5_bias(config, decoder, -torch.arange(T5_DISTANCES)),
+            relative_bias=t5_bias(config, decoder, -torch.arange(T5_DISTANCES, device="cpu")),
             embedding_norm_gamma=None,
             embedding_norm_beta=None,
             final_norm_gamma=final_norm,
@@ -278,7 +278,8 @@ def load_model(name: str | os.PathLike[str], config: Any) -> Any:
             f"expected a conditional generation model of {', '.join(MODEL_TYPES)}"
         )
     kind = auto_class_of(config)
-    return kind.from_pretrained(name, config=config, dtype=torch.float32).eval()
+    with torch.device("cpu"):
+        return kind.from_pretrained(name, config=config, dtype=torch.float32).eval()
 
 
 def load_parts(name: str | os.PathLike[str], *, mtp: bool = False) -> tuple[Any, Any, Any]:

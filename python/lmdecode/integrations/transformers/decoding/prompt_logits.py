@@ -57,7 +57,7 @@ class PromptLogits(ForwardOf):
             memory.shape[1],
             num_candidates=1,
         )
-        searches.read_memory(memory, lengths, torch.arange(batch))
+        searches.read_memory(memory, lengths, torch.arange(batch, device="cpu"))
         logits = searches.read_tokens()
         searches.release()
         return Seq2SeqLMOutput(logits=logits[:, None])

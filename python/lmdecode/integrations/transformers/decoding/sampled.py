@@ -70,7 +70,7 @@ def decode_by_sampling(decoder: PackedDecoder, call: SearchCall, seed: Any) -> A
         call.memory.shape[1],
         num_candidates=1,
     )
-    searches.read_memory(call.memory, call.lengths, torch.arange(call.settings.batch))
+    searches.read_memory(call.memory, call.lengths, torch.arange(call.settings.batch, device="cpu"))
     if call.no_speech is not None:
         call.no_speech.read(searches)
     recorder = Recorder(call.model, call.config, {})

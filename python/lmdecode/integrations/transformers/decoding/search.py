@@ -47,7 +47,7 @@ class GreedySearch(StateSearch):
     ) -> None:
         ends = settings.end_tokens
         super().__init__(settings, input_ids, processors, criteria, recorder, end_tokens=ends)
-        self.ended = torch.zeros(len(input_ids), dtype=torch.bool)
+        self.ended = torch.zeros(len(input_ids), dtype=torch.bool, device="cpu")
         # As in transformers: without end tokens, prompts continue until all have ended.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
@@ -70,7 +70,8 @@ class GreedySearch(StateSearch):
         return NextBeams(input_ids, None, bool(self.ended.all()))
 
     def finish(self, input_ids: Tensor) -> SearchResult:
-        return SearchResult(input_ids, torch.zeros(len(input_ids)), None)
+        scores = torch.zeros(len(input_ids), dtype=torch.float32, device="cpu")
+        return SearchResult(input_ids, scores, None)
 
 
 def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
@@ -107,7 +108,7 @@ def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
         num_groups=groups,
         num_candidates=1,
     )
-    searches.read_memory(call.memory, call.lengths, torch.arange(settings.batch))
+    searches.read_memory(call.memory, call.lengths, torch.arange(settings.batch, device="cpu"))
     if call.no_speech is not None:
         call.no_speech.read(searches)
     input_ids, finished = prompts, False

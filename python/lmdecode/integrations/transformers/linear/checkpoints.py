@@ -79,9 +79,9 @@ def packed_from_gptq(
     bias : Tensor, optional
         ``[out_features]``.
     zero_offset : int
-        What zeros are larger by than what is stored: 1, but 0 in the format "gptq_v2". As
-        gptqmodel and AutoRound write it, 1 is subtracted from the eight zeros of a word at once,
-        0x11111111 from the word: a zero of 0 borrows from the next. It is added likewise.
+        What zeros are larger by than what is stored: 1, but 0 in the format "gptq_v2". It is added
+        to the eight zeros of a word at once, as 0x11111111: gptqmodel subtracts it likewise, and a
+        zero of 0 borrows from the next.
 
     Returns
     -------

@@ -86,7 +86,7 @@ class PackedLinearModule(nn.Module):
         self._parameters[name] = param
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinearModule:
-        device = fn(torch.empty(0)).device
+        device = fn(torch.empty(0, dtype=torch.float32, device="cpu")).device
         if device.type != "cpu":
             raise ValueError(
                 f"PackedLinearModule: packed weights cannot be moved to {device}; expected the cpu"

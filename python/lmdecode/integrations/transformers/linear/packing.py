@@ -215,9 +215,7 @@ def _check_layer(name: str, module: nn.Module, format_: LinearFormat) -> None:
         )
     try:  # whether this format takes so many inputs, without an output
         _, number, _ = check_linear_format(_OP, *format_)
-        ops.pack_linear(
-            torch.empty(0, weight.shape[0 if isinstance(module, Conv1D) else 1], device="cpu"),
-            number,
-        )
+        inputs = weight.shape[0 if isinstance(module, Conv1D) else 1]
+        ops.pack_linear(torch.empty(0, inputs, dtype=torch.float32, device="cpu"), number)
     except ValueError as error:
         raise ValueError(f"{_OP}: {name}: {str(error).partition(': ')[2]}") from error

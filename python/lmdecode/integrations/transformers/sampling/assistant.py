@@ -98,7 +98,8 @@ class AssistantDrafts:
 
     def judge(self, input_ids: torch.Tensor, num_read: int, num_right: int) -> None:
         """Learn how many tokens of the last proposal were right."""
-        counted = torch.empty(1, num_read + 1, 0)  # only its length is looked at
+        # Only its length is looked at.
+        counted = torch.empty(1, num_read + 1, 0, dtype=torch.float32, device="cpu")
         self._generator.update_candidate_strategy(input_ids, counted, num_right)
 
     def close(self) -> None:

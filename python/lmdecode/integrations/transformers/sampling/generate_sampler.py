@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lmdecode.integrations.transformers.sampling.grammar import fitting_mask
 from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
@@ -51,7 +52,7 @@ class GenerateSampler:
         self._arguments: dict[str, Any] | None = None
         self._length = -1
         self._sampler: Sampler | None = None
-        self._drawn = torch.empty(0, dtype=torch.int64)
+        self._drawn = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def sample(
         self,
@@ -114,8 +115,12 @@ class GenerateSampler:
             seed=seed,
             **parameters,
         )
-        padding = torch.as_tensor(rows.padding).expand(batch).tolist()
+        padding = rows.padding
+        if not isinstance(padding, Tensor):
+            padding = torch.tensor(padding, device="cpu")
+        padding = padding.expand(batch).tolist()
         for row, (ids, pads) in enumerate(zip(input_ids, padding, strict=True)):
-            unknown = -1 - torch.arange(max(-pads, 0))  # all different: they repeat nothing
+            # All different: they repeat nothing.
+            unknown = -1 - torch.arange(max(-pads, 0), device="cpu")
             sampler.insert(row, torch.cat([unknown, ids[max(pads, 0) :]]))
         return sampler

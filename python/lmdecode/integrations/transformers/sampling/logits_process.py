@@ -28,7 +28,7 @@ def as_op_logits(scores: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=64)
 def is_valid_temperature(temperature: float) -> bool:
     """Tell whether a temperature is positive and finite in float32, in which the op divides."""
-    rounded = torch.tensor(temperature, dtype=torch.float64).to(torch.float32).item()
+    rounded = torch.tensor(temperature, dtype=torch.float64, device="cpu").to(torch.float32).item()
     return 0.0 < rounded < math.inf
 
 

@@ -66,7 +66,6 @@ def _repetition(processor: Any, rows: Rows) -> dict[str, Any] | None:
     else:
         padding = max(padding, 0)
     if isinstance(ignored, torch.Tensor):
-        padding = torch.as_tensor(padding)
         same = ignored.numel() > 0 and bool((ignored.cpu() == padding).all())
     else:  # one length for all rows, or all tokens
         same = ignored in (None, 0) and not rows.are_padded

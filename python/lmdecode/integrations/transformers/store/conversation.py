@@ -271,8 +271,9 @@ class Conversation:
             )  # fmt: skip
         if num_tokens == 0:  # the tokens alone
             of = self._store.fingerprint
-            nothing = torch.empty((of.num_kv_heads, 0, of.head_size), dtype=of.torch_dtype)
-            states = [(torch.empty(0),)] if of.state_size else []
+            shape = (of.num_kv_heads, 0, of.head_size)
+            nothing = torch.empty(shape, dtype=of.torch_dtype, device="cpu")
+            states = [(torch.empty(0, dtype=torch.float32, device="cpu"),)] if of.state_size else []
             kv = [*[(nothing, nothing)] * of.num_layers, *states]
         # Not the session's tokens: another thread may have begun to use the same one.
         return session._commit_as(self._tokens, kv, num_tokens, self._ttl, self._pin, background)

@@ -78,8 +78,8 @@ def falcon_h1_layer(layer: Any) -> LayerModules:
     attention, mamba, ffn = layer.self_attn, layer.mamba, layer.feed_forward
     mixer, given = _mamba2(mamba), layer.attention_in_multiplier
     keys = mixer.num_groups * mixer.key_size
-    sizes = torch.tensor([mixer.mixed, mixer.mixed, keys, keys, mixer.num_heads])
-    factors = torch.tensor(attention.config.ssm_multipliers)
+    sizes = torch.tensor([mixer.mixed, mixer.mixed, keys, keys, mixer.num_heads], device="cpu")
+    factors = torch.tensor(attention.config.ssm_multipliers, dtype=torch.float32, device="cpu")
     return LayerModules(
         attention=attention,
         attention_norm=layer.input_layernorm,

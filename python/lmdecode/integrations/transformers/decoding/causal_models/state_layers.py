@@ -60,7 +60,8 @@ def lfm2_layer(layer: Any) -> LayerModules:
 
 def _query_rows(heads: int, head_size: int, part: int) -> Tensor:
     """Return the rows of queries, part 0, or of the gate: they alternate by head."""
-    return torch.arange(heads * 2 * head_size).view(heads, 2, head_size)[:, part].flatten()
+    rows = torch.arange(heads * 2 * head_size, device="cpu").view(heads, 2, head_size)
+    return rows[:, part].flatten()
 
 
 def _gated_attention(attention: Any) -> LayerModules:
@@ -125,7 +126,7 @@ def qwen3_5_layer(layer: Any) -> LayerModules:
 
 def _part_rows(key_heads: int, sizes: list[int]) -> Tensor:
     """Return rows part by part of a projection that has all parts, of these sizes, by key head."""
-    rows = torch.arange(key_heads * sum(sizes)).view(key_heads, sum(sizes))
+    rows = torch.arange(key_heads * sum(sizes), device="cpu").view(key_heads, sum(sizes))
     return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
 
 
