@@ -139,6 +139,45 @@ def test_a_prompt_in_chunks(
     torch.testing.assert_close(torch.cat(logits, 1)[tokens], want[tokens], atol=1e-4, rtol=0)
 
 
+AUTOCAST: dict[str, Callable[[Any], Cache]] = {
+    "dynamic ring": DynamicRingCache,
+    "static ring": lambda config: StaticRingCache(config, 200),
+    "dynamic": lambda config: DynamicCache(config=config),
+}
+
+
+@pytest.mark.parametrize("cache", AUTOCAST)
+@pytest.mark.parametrize("implementation", ["lmdecode", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast(
+    build: Callable[[str, str], Any], name: str, implementation: str, cache: str
+) -> None:
+    """Keys, which are rotated, come in float32 there, and values in bfloat16.
+
+    Logits are as far from float32 as those of eager attention and transformers' cache.
+    """
+    inputs = prompts((0, 11), sum(LENGTHS))
+    tokens = inputs["attention_mask"].bool()
+    errors = {}
+    with torch.no_grad():
+        want = build(name, "eager")(**inputs).logits[tokens]
+        for kind, of_model in (("dynamic", "eager"), (cache, implementation)):
+            model = build(name, of_model)
+            past, at, logits = AUTOCAST[kind](model.config), 0, []
+            for length in LENGTHS:
+                with torch.autocast("cpu", torch.bfloat16):
+                    out = model(
+                        inputs["input_ids"][:, at : at + length],
+                        attention_mask=inputs["attention_mask"][:, : at + length],
+                        past_key_values=past,
+                    )
+                at += length
+                logits.append(out.logits.float())
+            distances = (torch.cat(logits, 1)[tokens] - want).abs().amax(-1)
+            errors[kind, of_model] = distances.median()  # a token may be sent to other experts
+    assert errors[cache, implementation] < 1.5 * errors["dynamic", "eager"]
+
+
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3", "Llama"])
 def test_padding_on_the_right(build: Callable[[str, str], Any], name: str) -> None:
     inputs = prompts((0, 0), 30)
