@@ -46,6 +46,7 @@ INTS = torch.randint(3, 40, (6, 9), generator=torch.Generator().manual_seed(3))
 PARENTS, PAIR = torch.tensor([1, 1]), torch.tensor([1, 0], dtype=torch.int32)
 POOL, BATCHES = normal(8, 2, 4, 3), normal(2, 256)
 IDS = random_tokens(9)[None]
+ONES = torch.ones_like(IDS)
 LOGITS = normal(8, 13, seed=5)
 LAYER = random_decoder("post_norm")
 MEMORY, LENGTHS, STATES = normal(2, 7, 18), torch.tensor([7, 4]), normal(4, 22, seed=4)
@@ -56,6 +57,7 @@ FT = decoding_case(1, 2, 2, 8)
 ALLOWED = torch.full((6, 2), -1, dtype=torch.int32)
 
 LLAMA, WHISPER = random_model("llama", "plain"), make_whisper()
+MISTRAL = copy.deepcopy(random_model("mistral", "window"))
 MODELS = {kind: make_model(kind) for kind in ("marian", "t5")}
 INPUTS = {kind: make_inputs(kind) for kind in MODELS}
 MEMORIES = {kind: normal(7, model.config.d_model) for kind, model in MODELS.items()}
@@ -290,6 +292,28 @@ def packed_models(folder: Path) -> Any:
         yield [m.packed for m in model.modules() if isinstance(m, hf.PackedLinearModule)]
 
 
+# Models of transformers compute by torch's autocast.
+WITHOUT_AUTOCAST = {"loops_of_transformers"}
+
+
+@case()
+def loops_of_transformers(folder: Path) -> Any:
+    hf.register()
+    for model, implementation in ((LLAMA, "sdpa"), (MISTRAL, "lmdecode")):
+        model.set_attn_implementation(implementation)
+        for options in (
+            {"custom_generate": hf.sample, "do_sample": True, "seed": 3},
+            {"custom_generate": hf.sample, "repetition_penalty": 1.2, "seed": 1},
+            {"custom_generate": hf.beam_search, "num_beams": 3, "no_repeat_ngram_size": 2},
+            {"custom_generate": hf.beam_search, "num_beams": 2, "force_words_ids": [[7, 8]]},
+        ):
+            cache = hf.DynamicRingCache(model.config)
+            options = {"do_sample": False, **options, "past_key_values": cache}
+            yield model.generate(IDS, attention_mask=ONES, max_new_tokens=9, **options)
+    cache = hf.cache_from_kv(LLAMA.config, [(K[0, :, :5, :8], K[1, :, :5, :8])] * 2)
+    yield hf.cache_to_kv(cache)
+
+
 # --- Switches -------------------------------------------------------------------------------------
 
 
@@ -346,8 +370,10 @@ def expected(name: str) -> list[Any]:
         return results(name, Path(folder))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize(
+    ("switch", "name"),
+    [(s, n) for s in SWITCHES for n in CASES if s != "autocast" or n not in WITHOUT_AUTOCAST],
+)
 def test_a_switch_of_torch_changes_no_result(switch: str, name: str, tmp_path: Path) -> None:
     want = expected(name)
     with SWITCHES[switch]():

@@ -100,7 +100,7 @@ LLAMAS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "its inputs": (of_class(OtherInputs), "OtherInputs whose prepare_inputs_for_generation is"),
     "a layer": (
         lambda model: of_class(OtherMLP)(model.model.layers[0].mlp),
-        r"model\.layers\.0\.mlp is a OtherMLP whose forward is not that of its library",
+        r"model\.layers\.0\.mlp is a OtherMLP whose forward is not that of transf",
     ),
     "an instance": (other_forward, r"model\.layers\.1 is a LlamaDecoderLayer whose forward"),
     "another class": (forward_of_another_class, r"layers\.0\.mlp is a LlamaMLP whose forward"),
@@ -141,7 +141,7 @@ def test_code_of_others_in_an_encoder_decoder_model_is_refused() -> None:
 def test_a_class_that_was_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As packages do that exchange the methods of transformers."""
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", OtherMLP.forward)
-    with pytest.raises(ValueError, match="mlp is a LlamaMLP whose forward is not that of its"):
+    with pytest.raises(ValueError, match="mlp is a LlamaMLP whose forward is not that of transf"):
         lmdecode.Decoding.from_pretrained(llama())
 
 

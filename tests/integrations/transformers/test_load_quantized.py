@@ -159,6 +159,14 @@ def test_other_models(settings: dict[str, Any], tmp_path: Path) -> None:
         check(load_quantized(str(folder), dtype=torch.float32), want, torch.float32)
 
 
+@pytest.mark.parametrize("settings", [AWQ, MIXED], ids=["awq", "gptq"])
+def test_the_default_device_is_not_looked_at(settings: dict[str, Any], tmp_path: Path) -> None:
+    want = write(tmp_path, settings, llama())
+    with torch.device("meta"):
+        got = load_quantized(tmp_path, dtype=torch.float32)
+    check(got, want, torch.float32)
+
+
 def test_generate_and_a_packed_head(tmp_path: Path) -> None:
     want = write(tmp_path, MIXED, llama(tie_word_embeddings=True))
     got = load_quantized(

@@ -54,7 +54,7 @@ def _methods_of(kind: type) -> dict[str, type]:
 
 
 def _foreign_method(module: nn.Module, uses_kernels: bool) -> str | None:
-    kind = type(module)
+    kind: Any = type(module)
     if kind.__module__ == "torch._dynamo.eval_frame":  # runs the module that it holds
         return None
     for name, base in _methods_of(kind).items():
@@ -85,7 +85,7 @@ def foreign_code(module: nn.Module, *, uses_kernels: bool = False) -> str | None
     """
     method = _foreign_method(module, uses_kernels)
     if method is not None:
-        return f"a {type(module).__name__} whose {method} is not that of its library"
+        return f"a {type(module).__name__} whose {method} is not that of transformers or torch"
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     hooks += [hook for hook in [getattr(module, "_hf_hook", None)] if hook is not None]
     for hook in hooks:

@@ -52,8 +52,8 @@ class StepLogits:
             return
         slots, beams, _ = searches.state.sequences.shape
         shape = (slots * beams, searches.decoder.config.vocab_size)
-        shape = shape if self.scores is None else (2, *shape)
-        found = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        shapes = shape if self.scores is None else (2, *shape)
+        found = torch.zeros(shapes, dtype=torch.float32, device="cpu")
         while searches.run(1, logits=found):
             if self.logits is not None:
                 self.logits.append((found if self.scores is None else found[0]).clone())

@@ -118,8 +118,8 @@ class GenerateSampler:
         padding = rows.padding
         if not isinstance(padding, Tensor):
             padding = torch.tensor(padding, device="cpu")
-        padding = padding.expand(batch).tolist()
-        for row, (ids, pads) in enumerate(zip(input_ids, padding, strict=True)):
+        of_rows = padding.expand(batch).tolist()
+        for row, (ids, pads) in enumerate(zip(input_ids, of_rows, strict=True)):
             # All different: they repeat nothing.
             unknown = -1 - torch.arange(max(-pads, 0), device="cpu")
             sampler.insert(row, torch.cat([unknown, ids[max(pads, 0) :]]))
