@@ -261,6 +261,23 @@ def test_folders_of_classes_of_transformers_are_taken(
     assert torch.equal(lmdecode.Decoding.from_pretrained(tmp_path).generate(IDS, **OPTIONS), want)
 
 
+def test_a_class_by_its_former_name(tmp_path: Path) -> None:
+    model = t5()
+    model.save_pretrained(tmp_path)
+    change_config(tmp_path, architectures=["T5WithLMHeadModel"])
+    want = lmdecode.Decoding.from_pretrained(model).generate(IDS, **OPTIONS)
+    assert torch.equal(lmdecode.Decoding.from_pretrained(tmp_path).generate(IDS, **OPTIONS), want)
+
+
+def test_a_method_that_is_set_after_a_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    of_class(SameLlama)(model)
+    lmdecode.Decoding.from_pretrained(model)
+    monkeypatch.setattr(SameLlama, "forward", OtherLlama.forward, raising=False)
+    with pytest.raises(ValueError, match="model is a SameLlama whose forward is not that of"):
+        lmdecode.Decoding.from_pretrained(model)
+
+
 # --- pack_linears_ --------------------------------------------------------------------------------
 
 

@@ -41,7 +41,6 @@ def _home(function: Any) -> str:
     return f"{type(function).__module__}."
 
 
-@functools.lru_cache(maxsize=1024)
 def _methods_of(kind: type) -> dict[str, type]:
     """Return the methods that decide what a class computes, each with the class that defines it."""
     names = dict.fromkeys(name for name in _METHODS if hasattr(kind, name))

@@ -239,6 +239,10 @@ MODEL_TYPES: dict[str, Callable[[Any], tuple[DecoderConfig, DecoderWeights]]] = 
 }
 
 
+# What a class was called when folders of it were written.
+_FORMER_CLASSES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
+
+
 def _refuse_other_classes(name: str | os.PathLike[str], config: Any) -> None:
     """Raise ValueError if a folder is of a class that transformers does not have.
 
@@ -252,6 +256,7 @@ def _refuse_other_classes(name: str | os.PathLike[str], config: Any) -> None:
     named = [str(code[key]) for key in ("AutoModel", kind.__name__) if key in code]
     for found in named + list(getattr(config, "architectures", None) or []):
         of_class = found.rpartition(".")[2]
+        of_class = _FORMER_CLASSES.get(of_class, of_class)
         if of_class.lower() != own.lower() and not hasattr(transformers, of_class):
             raise refused(f"{name} has a model of the class {found}; expected {own}")
 
