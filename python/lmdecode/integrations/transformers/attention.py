@@ -197,8 +197,9 @@ def attention_forward(
 def _autocast(tensor: Tensor) -> Tensor:
     """Return queries, keys or values as torch's attention casts them where autocast is on."""
     device = tensor.device.type
-    is_on = torch.is_autocast_enabled(device) and tensor.dtype != torch.float64
-    return tensor.to(torch.get_autocast_dtype(device)) if is_on else tensor
+    if device == "meta" or not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def _transposed(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
