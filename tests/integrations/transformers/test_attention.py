@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -333,10 +336,36 @@ def test_what_is_not_supported_is_refused() -> None:
         ({"dropout": 0.1}, "dropout is 0.1; expected 0"),
         ({"position_bias": torch.zeros(1, 2, 3, 3)}, "position_bias was given; expected none"),
         ({"cache": object()}, "cache was given; expected none"),
+        ({"indices": torch.zeros(1, 3, 2).int()}, "indices was given; expected none"),
+        ({"block_indices": torch.zeros(1, 3, 2).int()}, "block_indices was given; expected none"),
+        ({"sinks": torch.zeros(1, 2, 3, 1)}, "sinks was given; expected none"),
     ):
         with pytest.raises(ValueError, match=f"lmdecode attention: {message}"):
             call(**options)
     assert call()[0].shape == (1, 3, 2, 8)
+
+
+# What layers pass that has no effect on values, or says again what the mask says.
+WITHOUT_EFFECT = {
+    "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "max_length_k", "max_length_q",
+    "output_attentions", "position_ids",
+}  # fmt: skip
+
+
+def test_all_that_layers_of_transformers_pass_is_known() -> None:
+    """By the sources of the release that is installed: another may pass more."""
+    passed = set()
+    for path in (Path(transformers.__file__).parent / "models").rglob("modeling_*.py"):
+        source = path.read_text()
+        if "attention_interface(" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id == "attention_interface":
+                    passed |= {keyword.arg for keyword in node.keywords}
+    taken = inspect.signature(attention.attention_forward).parameters.keys() - {"kwargs"}
+    assert {"scaling", "sliding_window", "softcap", "s_aux", "indices"} <= passed
+    assert passed - {None} <= taken | WITHOUT_EFFECT | set(attention._UNSUPPORTED)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -18,6 +18,9 @@ from lmdecode.integrations.transformers.caches.ring_states import RingStates
 __all__ = ["attention_forward", "padding_mask", "register"]
 
 _NAME = "lmdecode"
+# What layers of some models pass that changes which keys are seen, and how much. All else that
+# layers pass is known to others by the mask, or says how to compute.
+_UNSUPPORTED = ("block_indices", "cache", "indices", "position_bias", "sinks")
 
 
 def register() -> None:
@@ -97,7 +100,7 @@ def padding_mask(
     return mask
 
 
-def _check(query: Tensor, dropout: float, unsupported: dict[str, Any]) -> None:
+def _check(query: Tensor, dropout: float, others: dict[str, Any]) -> None:
     if query.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "lmdecode attention: query requires a gradient, and there is none; call the model "
@@ -105,8 +108,8 @@ def _check(query: Tensor, dropout: float, unsupported: dict[str, Any]) -> None:
         )
     if dropout:
         raise ValueError(f"lmdecode attention: dropout is {dropout}; expected 0")
-    for name, value in unsupported.items():
-        if value is not None:
+    for name in _UNSUPPORTED:
+        if others.get(name) is not None:
             raise ValueError(
                 f"lmdecode attention: {name} was given; expected none: this model needs another "
                 "attn_implementation"
@@ -125,8 +128,6 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend by ``lmdecode.sliding_window_attention`` and ``sliding_window_decode``.
@@ -157,7 +158,7 @@ def attention_forward(
     ValueError
         In training, for an unsupported argument, and if the cache holds a smaller window.
     """
-    _check(query, dropout, {"position_bias": position_bias, "cache": cache})
+    _check(query, dropout, kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     query = _autocast(query)
