@@ -22,10 +22,7 @@ from lmdecode.integrations.transformers.decoding.encoder_decoder_generation impo
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.engine_call import EngineCall, engine_call
 from lmdecode.integrations.transformers.decoding.prompt_logits import PromptLogits
-from lmdecode.integrations.transformers.decoding.refused import (
-    refuse_inner_outputs,
-    refuse_past,
-)
+from lmdecode.integrations.transformers.decoding.refused import refuse_inner_outputs, refuse_past
 from lmdecode.integrations.transformers.decoding.whisper import CallEncoder, CallSounds
 
 __all__ = ["call_generate", "engine_call_of"]
@@ -59,8 +56,8 @@ def _check_inputs(model: Any, arguments: dict[str, Any], inputs: Any) -> None:
     if not isinstance(found, Tensor):
         shape = "[B, S]" if takes_tokens else "[B, channels, frames]"
         raise type_error("Decoding.generate", name, found, f"a tensor {shape}")
-    is_empty = model.config.is_encoder_decoder and found.numel() == 0  # else causal_call says it
-    if takes_tokens and (found.dim() != 2 or is_empty):
+    least = 1 if model.config.is_encoder_decoder else 0  # of others causal_call says it
+    if takes_tokens and (found.dim() != 2 or found.shape[1] < least):
         raise ValueError(
             f"Decoding.generate: {name} has shape {list(found.shape)}; expected [B, S], S at "
             "least 1"
