@@ -15,7 +15,7 @@ from lmdecode.serving.parameters import COMMON_FIELDS, MOST_LOGPROBS, check_name
 from lmdecode.serving.reasoning import ReasoningDelta, ReasoningParser
 from lmdecode.serving.service import Service
 from lmdecode.serving.tool_calls import CallDelta, ContentDelta, StreamingToolParser
-from lmdecode.serving.tools import check_tools, chosen_tools
+from lmdecode.serving.tools import check_tools, chosen_tools, is_named
 from lmdecode.serving.work import Answer, Job, Work
 from lmdecode.serving.writing import Piece
 
@@ -47,7 +47,7 @@ class _Message:
     has_calls: bool = False
     is_parallel: bool = True
 
-    def push(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+    def push(self, text: str, is_last: bool, is_cut: bool = False) -> list[dict[str, Any]]:
         """Take text, and return what the message gets of it, in order."""
         pieces = [ReasoningDelta("content", text)] if text else []
         if self.thoughts is not None:
@@ -63,7 +63,7 @@ class _Message:
             else:
                 deltas += map(self._delta, self._kept(self.calls.push(piece.text)))
         if self.calls is not None and is_last:
-            deltas += map(self._delta, self._kept(self.calls.finish()))
+            deltas += map(self._delta, self._kept(self.calls.finish(is_cut)))
         return deltas
 
     def _kept(
@@ -100,6 +100,8 @@ class Chat:
         Tools that the model may call; None: calls are not looked for.
     is_parallel : bool
         Whether there may be several calls.
+    is_named : bool
+        Whether the request names the tool, whose call is no choice of the model then.
     """
 
     service: Service
@@ -108,6 +110,7 @@ class Chat:
     tools: list[dict[str, Any]] | None
     envelope: Envelope
     is_parallel: bool
+    is_named: bool
     _messages: dict[int, _Message] = field(default_factory=dict)
 
     @classmethod
@@ -151,7 +154,8 @@ class Chat:
         job = Job([tokens], most, parameters, logprobs, grammar, kept, goes_on)
         kind = "chat.completion.chunk" if parameters.stream else "chat.completion"
         envelope = Envelope(kind, "chatcmpl", service.name, service.fingerprint)
-        return cls(service, job, prompt, tools, envelope, is_parallel)
+        named = is_named(fields.get("tool_choice"))
+        return cls(service, job, prompt, tools, envelope, is_parallel, named)
 
     def _message(self, answer: Answer) -> _Message:
         message = self._messages.get(answer.index)
@@ -167,9 +171,8 @@ class Chat:
             self._messages[answer.index] = message
         return message
 
-    @staticmethod
-    def _reason(piece: Piece, message: _Message) -> str | None:
-        is_call = message.has_calls and piece.finish_reason == "stop"
+    def _reason(self, piece: Piece, message: _Message) -> str | None:
+        is_call = message.has_calls and piece.finish_reason == "stop" and not self.is_named
         return "tool_calls" if is_call else piece.finish_reason
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
@@ -182,7 +185,8 @@ class Chat:
         choices = []
         for answer, piece in zip(work.answers, await work.wholes(), strict=True):
             message = self._message(answer)
-            body = _joined(message.push(piece.text, is_last=True))
+            is_cut = piece.finish_reason == "length"
+            body = _joined(message.push(piece.text, is_last=True, is_cut=is_cut))
             choices.append(
                 {
                     "index": answer.index,
@@ -201,7 +205,8 @@ class Chat:
             yield self.envelope.body([self._choice(answer, delta, None, None)], work.usage_of_piece)
         async for answer, piece in work.pieces():
             message, is_last = self._message(answer), piece.finish_reason is not None
-            deltas = message.push(piece.text, is_last) or [{}]
+            is_cut = piece.finish_reason == "length"
+            deltas = message.push(piece.text, is_last, is_cut) or [{}]
             if deltas == [{}] and not is_last and not piece.logprobs:
                 continue
             logprobs = self._logprobs(piece)

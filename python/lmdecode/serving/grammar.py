@@ -326,7 +326,7 @@ def _as_str(name: str, value: object) -> str:
 def _entry_of(source: GrammarSource, lark_of_gbnf: Callable[[str], str]) -> dict[str, Any]:
     """Return a grammar as llguidance has it in its list; raise ValueError."""
     kind, text = source
-    if kind not in ("json_schema", "regex", "lark", "gbnf"):
+    if kind not in ("json_schema", "regex", "lark", "gbnf", "calls"):
         raise ValueError(f"a grammar is {kind!r:.80}; expected json_schema, regex, lark or gbnf")
     if kind == "json_schema":
         return {"json_schema": json.loads(text)}
@@ -334,7 +334,7 @@ def _entry_of(source: GrammarSource, lark_of_gbnf: Callable[[str], str]) -> dict
         return json.loads(_llguidance().LLMatcher.grammar_from_regex(text))["grammars"][0]
     if kind == "gbnf":
         return {"lark_grammar": lark_of_gbnf(text)}
-    check_lark(text)
+    check_lark(text, allows_not=kind == "calls")
     return {"lark_grammar": text}
 
 

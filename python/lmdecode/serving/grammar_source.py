@@ -37,12 +37,13 @@ class GrammarSource(NamedTuple):
     Attributes
     ----------
     kind : str
-        ``"json_schema"``, ``"regex"``, ``"lark"`` or ``"gbnf"``.
+        ``"json_schema"``, ``"regex"``, ``"lark"``, ``"gbnf"``, or ``"calls"``: Lark of
+        ``ToolFormat.grammar``.
     text : str
         What it says, of at most 256 KiB.
     """
 
-    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    kind: Literal["json_schema", "regex", "lark", "gbnf", "calls"]
     text: str
 
 
@@ -177,7 +178,7 @@ def check_text(what: str, text: str) -> None:
         raise ValueError(f"{what} has a null character; expected none")
 
 
-def check_lark(text: str) -> None:
+def check_lark(text: str, *, allows_not: bool = False) -> None:
     """Raise ValueError for a grammar that takes the compiler long, or much memory."""
     text = _without_schemas(text)
     bare = _QUOTED.sub(lambda found: "'" * min(len(found[0]), 40), text)
@@ -195,7 +196,7 @@ def check_lark(text: str) -> None:
         body = bare[found.end() : end]
         name = found[1]
         bodies[name] = bodies.get(name, "") + body
-        if re.search(r"[&~](?![0-9])", body):
+        if not allows_not and re.search(r"[&~](?![0-9])", body):
             raise ValueError(f"the grammar has & or ~ in {name:.80}; expected none")
     sizes: dict[str, int] = {}
     for name in bodies:

@@ -23,7 +23,7 @@ from lmdecode.serving.tool_text_readers import (
     PythonicReader,
     TaggedReader,
 )
-from lmdecode.serving.tools import check_tools, chosen_tools
+from lmdecode.serving.tools import check_tools, chosen_tools, is_named
 
 __all__ = [
     "CallDelta",
@@ -134,7 +134,7 @@ class ToolFormat:
             ``"required"`` or a named function: the answer is calls. ``"auto"``: it is text, and
             calls follow the grammar from their first word on, if a tool is ``strict``.
         parallel : bool
-            Whether there may be several calls.
+            Whether there may be several calls. A named function is called once.
 
         Returns
         -------
@@ -147,12 +147,13 @@ class ToolFormat:
             Names the field that does not fit.
         """
         chosen, is_forced = chosen_tools(check_tools(tools), tool_choice)
+        parallel = parallel and not is_named(tool_choice)
         if not chosen or not (is_forced or any(tool.strict for tool in chosen)):
             return None
         text = lark_of_calls(
             self.form, chosen, self.token_ids, is_forced=is_forced, is_parallel=parallel
         )
-        return GrammarSource("lark", text)
+        return GrammarSource("calls", text)
 
     def stream(self, tools: Sequence[Mapping[str, Any]] | None = None) -> StreamingToolParser:
         """Return what finds the calls of one answer as it comes; see ``StreamingToolParser``."""
@@ -288,7 +289,7 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "qwen3_coder": ToolFormat(
         "qwen3_coder",
-        CallForm(open="<tool_call>\n<function=", middle=">\n", close="</function>\n</tool_call>",
+        CallForm(open="<tool_call>\n<function=", middle=">\n", close="\n</tool_call>",
                  between="\n", arguments="tags"),
         _TOOL_CALL,
         {},

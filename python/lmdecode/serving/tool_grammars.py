@@ -8,7 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lmdecode.serving.grammar_source import literal, schema_text
-from lmdecode.serving.tool_values import allowed_types, resolved
+from lmdecode.serving.tool_values import (
+    VALUE_END,
+    allowed_types,
+    choices_of,
+    properties_of,
+    resolved,
+)
 from lmdecode.serving.tools import Tool
 
 __all__ = ["CallForm", "lark_of_calls", "words_of"]
@@ -16,6 +22,8 @@ __all__ = ["CallForm", "lark_of_calls", "words_of"]
 _MAX_CALLS = 64
 _ANY = "(.|\\n)"
 _MAX_RULES = 4_000  # of all tools
+_VALUE_END = re.compile(VALUE_END)
+_VALUE_TAGS = ("</parameter>", "<parameter=", "</function>")  # one begins each VALUE_END
 
 
 class CallForm(NamedTuple):
@@ -26,7 +34,8 @@ class CallForm(NamedTuple):
     Attributes
     ----------
     arguments : str
-        ``"json"``: an object; ``"keywords"``: ``a=1, b="x"``; ``"tags"``: ``<parameter=a>``;
+        ``"json"``: an object; ``"keywords"``: ``a=1, b="x"``; ``"tags"``: ``<parameter=a>`` up to
+        ``</function>``;
         ``"key_values"``: ``a:1,b:`` and a string between two ``quote``.
     is_single : bool
         Whether there is one call at most.
@@ -189,12 +198,14 @@ class _Rules:
             return self._entries(name, found, root, tool.strict, ":", ",", self._key_value)
         if kind == "keywords":
             return self._entries(name, found, root, tool.strict, "=", ", ", self._keyword)
-        parts = []
-        required = _required(found)
-        for index, (key, value) in enumerate(_properties(found).items()):
+        keys, required = '"/function>"', _required(found)
+        for index, (key, value) in reversed([*enumerate(properties_of(found).items())]):
             part = self._tag(f"{name}_p{index}", key, value, root, tool.strict)
-            parts.append(part if key in required else f"{part}?")
-        return self.add(f"{name}_a", " ".join(parts) or '""')
+            with_key = f"{literal(f'parameter={key}>')} {part} {keys}"
+            keys = self.add(
+                f"{name}_k{index}", with_key if key in required else f"{with_key} | {keys}"
+            )
+        return self.add(f"{name}_a", f'"<" {keys}')
 
     @staticmethod
     def _json(schema: Any, root: Mapping[str, Any], is_strict: bool) -> str:
@@ -205,21 +216,33 @@ class _Rules:
     def _tag(
         self, name: str, key: str, schema: Any, root: Mapping[str, Any], is_strict: bool
     ) -> str:
-        if re.search(r"[<>\n]", key):
-            raise ValueError(f"the key {key!r} has <, > or a new line; expected none")
-        before, close = literal(f"<parameter={key}>\n"), "\n</parameter>\n"
+        """Add the rules of a value; return what stands for it and for all up to the next ``<``."""
+        if not re.fullmatch(r"[^<>\n]{1,200}", key):
+            raise ValueError(f"the key {key!r} has <, > or a new line, no or 200 characters; "
+                             "expected none of them")  # fmt: skip
+        close = "\n</parameter>\n<"
         found = resolved(schema, root)
         if allowed_types(schema, root) != {"string"}:
             value = self.add(f"{name}_v", self._json(schema, root, is_strict))
-            return self.add(name, f"{before} {value} {literal(close)}")
-        choices = _choices(found)
+            return self.add(name, f'"\\n" {value} {literal(close)}')
+        choices = choices_of(found)
         if choices is not None:
-            ends = " | ".join(literal(f"{choice}{close}") for choice in choices)
-            return self.add(name, f"{before} ({ends})")
+            texts = {choice for choice in choices if isinstance(choice, str)}
+            for text in texts:
+                ends = (end.start() for end in re.finditer(r"[\n<]", text))
+                if any(text[:at] in texts and _VALUE_END.match(text, at) for at in ends):
+                    raise ValueError(f"the value {text!r} begins as another one and its end")
+            return self.add(name, " | ".join(literal(f"\n{text}{close}") for text in sorted(texts)))
         _check_string(found, is_strict)
-        end = close.replace("/", "\\/").replace("\n", "\\n")
-        value = self.add(f"{name}_v[lazy]", f"/{_ANY}{_lengths(found)}{end}/")
-        return self.add(name, f"{before} {value}")
+        count = _lengths(found)
+        text = "v" + re.sub("[^0-9]", "_", count)
+        if f"{text}[lazy]" not in self._rules:
+            body = f"/{_ANY}*/ & ~/{_ANY}*({VALUE_END}){_ANY}*/".replace("</", "<\\/")
+            if count != "*":  # the intersection of both would take too long
+                body = f"/{_ANY}{count}/ & {_without(_VALUE_TAGS)}"
+            end = close.replace("/", "\\/").replace("\n", "\\n")
+            self.add(f"{text}[lazy]", f"/\\n/ {self.add(text.upper(), body)} /{end}/")
+        return text
 
     def _entries(
         self,
@@ -234,7 +257,7 @@ class _Rules:
         """Add rules of keys and values in the order of a schema, with commas between them."""
         items = []
         required = _required(schema)
-        for index, (key, value) in enumerate(_properties(schema).items()):
+        for index, (key, value) in enumerate(properties_of(schema).items()):
             if not re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
                 raise ValueError(f"the key {key!r} is no name; expected letters, digits and _")
             rule = value_of(f"{name}_v{index}", value, root, is_strict)
@@ -273,7 +296,7 @@ class _Rules:
             names = [self._key_value(f"{name}_{i}", one, root, is_strict)
                      for i, one in enumerate(parts)]  # fmt: skip
             return " | ".join(names)
-        choices = _choices(schema)
+        choices = choices_of(schema)
         if choices is not None:
             texts = [self._value_text(choice) for choice in choices]
             return " | ".join(texts)
@@ -281,7 +304,7 @@ class _Rules:
         bodies = []
         if "string" in types:
             _check_string(schema, is_strict)
-            bodies.append(self._string(name, quote, _lengths(schema)))
+            bodies.append(self._string(name, quote, schema))
         if "array" in types:
             item = self._key_value(f"{name}_i", schema.get("items", {}), root, is_strict)
             bodies.append(_list_of(item, schema))
@@ -302,13 +325,13 @@ class _Rules:
             )
         return " | ".join(bodies)
 
-    def _string(self, name: str, quote: str, lengths: str) -> str:
-        if quote.startswith("<["):
-            text = self.add(f"{name.upper()}_S", f"/{_ANY}{lengths}/")
+    def _string(self, name: str, quote: str, schema: Mapping[str, Any]) -> str:
+        word = self._form.quote
+        body = f"/{_ANY}{_lengths(schema)}/ & {_without([word])}"
+        text = self.add(f"{name.upper()}_S", body)
+        if quote.startswith("<["):  # a token is no part of a text, but its letters are
             return f"{quote} {text} {quote}"
-        end = re.escape(self._form.quote).replace("/", "\\/")
-        text = self.add(f"{name}_s[lazy]", f"/{_ANY}{lengths}{end}/")
-        return f"{quote} {text}"
+        return f"{quote} {self.add(f'{name}_s[lazy]', f'{text} {literal(word)}')}"
 
     def _value_text(self, value: Any) -> str:
         """Return the one way in which a value is written."""
@@ -341,28 +364,37 @@ def _count(schema: Mapping[str, Any], key: str) -> int | None:
 
 
 def _lengths(schema: Mapping[str, Any]) -> str:
-    least, most = _count(schema, "minLength"), _count(schema, "maxLength")
-    if least is None and most is None:
-        return "*"
-    return f"{{{least or 0},{'' if most is None else most}}}"
+    """Return how many characters a string has, as a count of a regex."""
+    least, most = _count(schema, "minLength") or 0, _count(schema, "maxLength")
+    if most is not None and least > most:
+        raise ValueError(f"minLength is {least} and maxLength {most}; expected no less")
+    if most is None:
+        return f"{{{least},}}" if least else "*"
+    return f"{{{least},{most}}}"
+
+
+def _without(words: Sequence[str]) -> str:
+    """Return a regex of texts that have none of some words, each with one ``<``, its first letter.
+
+    It says what may stand behind ``<``: a complement, within a count, takes the compiler too long.
+    """
+
+    def behind(ends: Sequence[str]) -> str:
+        firsts = sorted({end[0] for end in ends})
+        parts = [f"[^<{''.join(firsts)}][^<]*"]
+        for first in firsts:
+            rest = [end[1:] for end in ends if end[0] == first]
+            if all(rest):
+                parts.append(re.escape(first) + behind(rest))
+        return f"({'|'.join(parts)})?"
+
+    return "/" + f"[^<]*(<{behind([word[1:] for word in words])})*".replace("/", "\\/") + "/"
 
 
 def _check_string(schema: Mapping[str, Any], is_strict: bool) -> None:
     lost = [key for key in ("pattern", "format") if key in schema]
     if lost and is_strict:
         raise ValueError(f"{lost[0]} of a string cannot be kept in this model's calls")
-
-
-def _choices(schema: Mapping[str, Any]) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) and values else None
-
-
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = schema.get("properties")
-    return found if isinstance(found, Mapping) else {}
 
 
 def _required(schema: Mapping[str, Any]) -> frozenset[str]:

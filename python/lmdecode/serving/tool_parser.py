@@ -6,11 +6,14 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from lmdecode.serving.tool_readers import CallReader, NoCall
+from lmdecode.serving.tool_readers import CallReader, FoundCalls, NoCall
 from lmdecode.serving.tools import check_tools
 
 __all__ = ["CallDelta", "CallWords", "ContentDelta", "MakeReader", "StreamingToolParser"]
 
+_MOST_BEGIN = 1000  # characters of a text that show whether it begins as a call
+_NAME_KEYS = ('"name":', '"function":', '"function":{"name":', '"type":"function","name":',
+              '"type":"function","function":{"name":')  # fmt: skip
 MakeReader = Callable[[int, Mapping[str, Mapping[str, Any]], Collection[str] | None], CallReader]
 
 
@@ -76,7 +79,9 @@ class StreamingToolParser:
         self._names = None if known is None else frozenset(self._schemas)
         self._text = ""
         self._reader: CallReader | None = None
-        self._marker = 0  # the length of what began it
+        self._at = 0  # where it begins
+        self._marker = 0  # the end of what began it
+        self._is_marked = False  # what began it is part of no usual text
         self._can_be_bare = True
         self._space = ""  # before what may follow
         self._has_content = False
@@ -89,18 +94,26 @@ class StreamingToolParser:
         self._text += text
         return self._run(False)
 
-    def finish(self) -> list[ContentDelta | CallDelta]:
-        """Return the rest, when there is no more text."""
-        return self._run(True)
+    def finish(self, is_cut: bool = False) -> list[ContentDelta | CallDelta]:
+        """Return the rest, when there is no more text.
 
-    def _run(self, is_last: bool) -> list[ContentDelta | CallDelta]:
+        Parameters
+        ----------
+        is_cut : bool
+            Whether the model had not ended its answer. A call that it had begun is no text then.
+        """
+        return self._run(True, is_cut)
+
+    def _run(self, is_last: bool, is_cut: bool = False) -> list[ContentDelta | CallDelta]:
         deltas: list[ContentDelta | CallDelta] = []
         while True:
-            if self._reader is None and not self._begin(deltas, is_last):
+            if self._reader is None and not self._begin(deltas, is_last, is_cut):
                 return deltas
             assert self._reader is not None
             try:
-                found = self._reader.read(self._text, is_last)
+                found = self._reader.read(self._text, is_last and not is_cut)
+                if found is None and is_cut:
+                    found = self._cut(self._reader)
             except NoCall:
                 self._reader, self._can_be_bare = None, False
                 self._put(deltas, self._marker)
@@ -113,7 +126,29 @@ class StreamingToolParser:
             self._text, self._reader = self._text[found.end :], None
             self._can_be_bare = True
 
-    def _begin(self, deltas: list[ContentDelta | CallDelta], is_last: bool) -> bool:
+    def _cut(self, reader: CallReader) -> FoundCalls:
+        """Return the complete calls of a text that ends within calls, all of which it takes."""
+        try:
+            calls = reader.read(f"{self._text}\0", True)  # something follows, but no end
+            assert calls is not None
+            found = calls.calls
+        except NoCall:
+            if not self._is_marked and not self._may_become_call():
+                raise
+            found = []
+        self._space = ""
+        return FoundCalls(found, len(self._text))
+
+    def _may_become_call(self) -> bool:
+        """Whether a text that no marker tells from others begins as a call of a tool."""
+        text = "".join(self._text[self._at : self._at + _MOST_BEGIN].split()).removeprefix("[")
+        begins = [f'{{{key}"' for key in _NAME_KEYS]
+        if self._names is not None:
+            begins = [f'{begin}{name}"' for begin in begins for name in self._names]
+            begins += [f"{name}(" for name in self._names]
+        return any(text.startswith(one) or one.startswith(text) for one in begins)
+
+    def _begin(self, deltas: list[ContentDelta | CallDelta], is_last: bool, is_cut: bool) -> bool:
         """Give the text before the next call; return whether there is one."""
         if self._can_be_bare and self._format.bare:
             start = re.match(r"[\s;]*" if self._calls else r"\s*", self._text)
@@ -123,18 +158,23 @@ class StreamingToolParser:
                 return False
             make = self._format.bare.get(rest[:1])
             if make is not None:
-                self._text = rest
-                self._marker, self._reader = 1, make(0, self._schemas, self._names)
+                self._at, self._marker = start.end(), start.end() + 1
+                self._reader = make(self._at, self._schemas, self._names)
+                self._is_marked = False
                 return True
             self._can_be_bare = False
         found = None if self._pattern is None else self._pattern.search(self._text)
         if found is not None:
             self._put(deltas, found.start())
-            self._marker = len(found[0])
+            self._at = self._marker = len(found[0])
+            self._is_marked = found[0][0] in "<["
             make = self._format.markers[found[0]]
             self._reader = make(self._marker, self._schemas, self._names)
             return True
-        self._put(deltas, len(self._text) - (0 if is_last else self._held()))
+        held = self._held()
+        if is_last and not (is_cut and self._text[len(self._text) - held :][:1] in ("<", "[")):
+            held = 0
+        self._put(deltas, len(self._text) - held)
         if is_last and self._space and not self._calls:
             deltas.append(ContentDelta(self._space))
             self._space = ""

@@ -80,6 +80,7 @@ class Extent:
 
     def __init__(self, at: int, quotes: Sequence[str], escapes: bool = True) -> None:
         self.at, self._depth, self._quote = at, [], ""  # type: ignore[var-annotated]
+        self._quotes = quotes  # one that begins with another one stands before it
         quoted = "|".join(map(re.escape, quotes))
         self._outside = re.compile(rf"[(){{}}\[\]]|{quoted}")
         self._within = {q: re.compile(rf"\\|{re.escape(q)}" if escapes else re.escape(q))
@@ -101,6 +102,10 @@ class Extent:
                     return MORE
                 self.at = found.end() + 1
                 continue
+            begun = text[found.start() : found.start() + self._longest]
+            if not self._quote and any(q != begun and q.startswith(begun) for q in self._quotes):
+                self.at = found.start()  # a longer quote may begin here
+                return MORE
             self.at = found.end()
             if self._quote:
                 self._quote = ""
@@ -210,6 +215,12 @@ class JsonReader:
                     return MORE
                 if text[self._at : self._at + 1] not in ("{", "["):
                     raise NoCall("no JSON")
+                if text[self._at] == "[":
+                    inside = skip_space(text, self._at + 1)
+                    if inside == len(text) and not is_last:
+                        return MORE
+                    if text[inside : inside + 1] != "{":
+                        raise NoCall("a list of no objects")
                 self._extent = Extent(self._at, ('"',))
             end = self._extent.end(text)
             if end is None:

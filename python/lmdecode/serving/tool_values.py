@@ -7,8 +7,27 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["allowed_types", "read_arguments", "resolved", "typed_value"]
+__all__ = [
+    "MOST_END",
+    "VALUE_END",
+    "allowed_types",
+    "choices_of",
+    "is_json",
+    "properties_of",
+    "read_arguments",
+    "resolved",
+    "typed_value",
+]
 
+# Where a value between tags ends, for Python's ``re`` and Rust's: at its end tag before a next tag,
+# or, where the end tag was left out, at a line that begins as such. So a text with words of the
+# format is a value as long as these do not come in the order of a call.
+_GAP = r"[ \t\r\n]*"
+VALUE_END = (
+    rf"\n?</parameter>{_GAP}(?:<parameter=|</function>|</tool_call>)"
+    rf"|\n[ \t]*(?:<parameter=|</function>{_GAP}</tool_call>)"
+)
+MOST_END = 128  # characters of one, or more
 _MAX_DEPTH = 50
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
@@ -214,14 +233,36 @@ def _types_of(value: Any) -> frozenset[str]:
     return frozenset({kinds.get(type(value), "object")})
 
 
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schemas of an object's keys."""
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def choices_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values that a schema names, None where it does not."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) and values else None
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is JSON."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def typed_value(text: str, schema: Mapping[str, Any], key: str) -> Any:
     """Return the value of a parameter that is written as text.
 
     It is a string where the schema allows nothing else, or has no such key, and where the text is
     no JSON of a type that it allows.
     """
-    properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
+    found = properties_of(resolved(schema, schema)).get(key)
     if found is None:
         return text
     types = allowed_types(found, schema)

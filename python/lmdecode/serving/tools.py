@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lmdecode.serving.fields import shown
 
-__all__ = ["Tool", "check_tools", "chosen_tools"]
+__all__ = ["Tool", "check_tools", "chosen_tools", "is_named"]
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _MAX_TOOLS = 512
@@ -120,12 +120,17 @@ def chosen_tools(tools: Sequence[Tool], tool_choice: Any) -> tuple[list[Tool], b
             if isinstance(allowed, Mapping) and isinstance(allowed.get("tools"), list):
                 named = [_named(tools, entry) for entry in allowed["tools"]]
                 return _without_repeats(named), allowed.get("mode") == "required"
-        elif tool_choice.get("type", "function") == "function":
+        elif is_named(tool_choice):
             return [_named(tools, tool_choice)], True
     raise ValueError(
         f"tool_choice is {shown(tool_choice)}; expected 'none', 'auto', 'required' or "
         "{'type': 'function', 'function': {'name': ...}}"
     )
+
+
+def is_named(tool_choice: Any) -> bool:
+    """Whether a tool choice names the one function to call."""
+    return isinstance(tool_choice, Mapping) and tool_choice.get("type", "function") == "function"
 
 
 def _named(tools: Sequence[Tool], entry: Any) -> Tool:
