@@ -89,13 +89,13 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
 
 
 def streamed(
-    format: ToolFormat, text: str, cuts: list[int], tools: Any
+    format: ToolFormat, text: str, cuts: list[int], tools: Any, is_cut: bool = False
 ) -> tuple[str | None, list[tuple[str, Any]]]:
     """Return what all pieces are together; check how they come."""
     parser = format.stream(tools)
     ends = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     deltas = [d for a, b in pairwise(ends) for d in parser.push(text[a:b])]
-    deltas += parser.finish()
+    deltas += parser.finish(is_cut)
     content, calls = "", list[list[str]]()
     for delta in deltas:
         if isinstance(delta, ContentDelta):
@@ -127,6 +127,123 @@ def test_parse(name: str, text: str, content: str | None, calls: list[tuple[str,
 
 def test_every_format_has_a_case() -> None:
     assert {name for name, *_ in CASES} == set(FORMATS)
+
+
+FILE = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "text": {"type": "string"},
+                   "lines": {"type": "array"}, "mark": {"enum": ["end", "</function>\n</tool_call>",
+                   "a\n</parameter>\n</function>"]}},
+}  # fmt: skip
+FILES = [{"type": "function", "function": {"name": "write", "parameters": FILE}}]
+OPEN, CLOSE = "<tool_call>\n<function=write>\n", "</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("inner", "arguments"),
+    [
+        # Words of the format in values.
+        ("<parameter=text>\na</function> b\n</parameter>\n</function>", {"text": "a</function> b"}),
+        ("<parameter=text>\n</function>\n</parameter>\n</function>", {"text": "</function>"}),
+        ("<parameter=text>\n</parameter>\n\n</parameter>\n</function>", {"text": "</parameter>\n"}),
+        ("<parameter=text>\n\n</tool_call>\n</parameter>\n</function>", {"text": "\n</tool_call>"}),
+        ("<parameter=text>\n<parameter=odd>\n\n</parameter>\n</function>",
+         {"text": "<parameter=odd>\n"}),
+        ('<parameter=lines>\n["</function>", "</parameter></function></tool_call>"]\n</parameter>\n'
+         "</function>", {"lines": ["</function>", "</parameter></function></tool_call>"]}),
+        ("<parameter=mark>\n</function>\n</tool_call>\n</parameter>\n</function>",
+         {"mark": "</function>\n</tool_call>"}),
+        ("<parameter=mark>\na\n</parameter>\n</function>\n</parameter>\n</function>",
+         {"mark": "a\n</parameter>\n</function>"}),
+        ("<parameter=path>\na\n</parameter>\n<parameter=text>\nx\n<parameter=path>\nb\n</parameter>"
+         "\n</function>", {"path": "a", "text": "x\n<parameter=path>\nb"}),
+        # End tags that are left out.
+        ("<parameter=path>\na\n<parameter=text>\nb\n</parameter>\n</function>",
+         {"path": "a", "text": "b"}),
+        ("<parameter=path>\na\n</parameter>\n<parameter=text>\nb\n</function>",
+         {"path": "a", "text": "b"}),
+        ("<parameter=path>\na\n</parameter>\n<parameter=text>\nb\n</parameter>",
+         {"path": "a", "text": "b"}),
+        ("<parameter=path>a</parameter><parameter=text>b</parameter>", {"path": "a", "text": "b"}),
+        ("<parameter=path>\na\n</parameter>\n\n   <parameter=odd>\nb\n</parameter>\n" + " " * 300
+         + "</function>", {"path": "a", "odd": "b"}),
+    ],
+)  # fmt: skip
+def test_tags_in_values_and_tags_left_out(inner: str, arguments: Any) -> None:
+    format, want = FORMATS["qwen3_coder"], [("write", arguments)]
+    for end in ("\n</tool_call>", ""):
+        text = f"{OPEN}{inner}{end}"
+        assert parsed(format, text, FILES) == (None, want)
+        assert streamed(format, text, list(range(len(text))), FILES) == (None, want)
+        first = f"{OPEN}{CLOSE}\n"
+        assert parsed(format, first + text, FILES) == (None, [("write", {}), *want])
+
+
+@pytest.mark.parametrize("quote", ['"', "'", '"""', "'''"])
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("olmo3", "<function_calls>\n", "\n</function_calls>"),
+        ("lfm2", "<|tool_call_start|>[", "]<|tool_call_end|>"),
+        ("pythonic", "[", "]"),
+        ("generic", "```tool_code\n", "\n```"),
+        ("generic", "```python\n", "\n```"),
+    ],
+)
+def test_ends_of_calls_within_strings_of_python(
+    name: str, begin: str, end: str, quote: str
+) -> None:
+    value = f"# README\n```sh\n{end}`) ]\n```\n{end}"
+    text = f"{begin}write(path={quote}a{quote}, text={quote}{value}{quote}){end}"
+    want = (None, [("write", {"path": "a", "text": value})])
+    assert parsed(FORMATS[name], text, FILES) == want
+    assert streamed(FORMATS[name], text, list(range(len(text))), FILES) == want
+
+
+@pytest.mark.parametrize("begin", ["```json\n", "```tool_call\n", "```python\n"])
+def test_ends_of_blocks_within_strings_of_json(begin: str) -> None:
+    arguments = {"text": "# README\n```sh\nmake\n```\n", "lines": ["```"]}
+    for call in ({"name": "write", "arguments": arguments}, [{"name": "write", "args": arguments}]):
+        text = f"Here:\n{begin}{json.dumps(call, indent=1)}\n```"
+        want = ("Here:", [("write", arguments)])
+        assert parsed(FORMATS["generic"], text, FILES) == want
+        assert streamed(FORMATS["generic"], text, list(range(len(text))), FILES) == want
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_a_cut_call_is_no_text(
+    name: str, text: str, content: str | None, calls: list[tuple[str, Any]]
+) -> None:
+    """Whatever is cut off: what was text before is text, and calls are those that are complete."""
+    format = FORMATS[name]
+    begins = [at for word in format.markers if (at := text.find(word)) >= 0]
+    before = text[: min(begins, default=0)].rstrip()
+    for end in range(len(text) if calls else 0):
+        parser = format.stream(TOOLS)
+        deltas = [*parser.push(text[:end]), *parser.finish(is_cut=True)]
+        said = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+        found = [delta.name for delta in deltas if isinstance(delta, CallDelta)]
+        assert found == [call for call, _ in calls][: len(found)]
+        if len(found) < len(calls):
+            assert before.startswith(said.rstrip()), text[:end]
+        for cuts in ([], list(range(end))):
+            assert streamed(format, text[:end], cuts, TOOLS, is_cut=True)[0] in (said, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_json", '{"a": 1, "b": ['),
+        ("generic", '{"people": [{"name": "get_weather"'),
+        ("generic", '```json\n{"a": 1, "b'),
+        ("generic", "```python\ndef f(a):\n    return [1"),
+        ("pythonic", "[1, 2, 3"),
+        ("hermes", "1 is > 0 and"),
+        ("functools", "half of"),
+    ],
+)
+def test_what_is_no_cut_call_is_text(name: str, text: str) -> None:
+    assert streamed(FORMATS[name], text, [], TOOLS, is_cut=True) == (text, [])
 
 
 ALL = sorted({text for _, text, *_ in CASES})

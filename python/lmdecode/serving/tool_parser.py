@@ -154,7 +154,7 @@ class StreamingToolParser:
             start = re.match(r"[\s;]*" if self._calls else r"\s*", self._text)
             assert start is not None
             rest = self._text[start.end() :]
-            if not rest and not is_last:
+            if not rest and (not is_last or (is_cut and self._calls)):
                 return False
             make = self._format.bare.get(rest[:1])
             if make is not None:
@@ -171,10 +171,10 @@ class StreamingToolParser:
             make = self._format.markers[found[0]]
             self._reader = make(self._marker, self._schemas, self._names)
             return True
-        held = self._held()
-        if is_last and not (is_cut and self._text[len(self._text) - held :][:1] in ("<", "[")):
-            held = 0
-        self._put(deltas, len(self._text) - held)
+        end = len(self._text) - self._held()
+        if is_last and (not is_cut or (self._text[end:].isalpha() and (end or self._has_content))):
+            end = len(self._text)  # of words, "f" may begin "functools"
+        self._put(deltas, end)
         if is_last and self._space and not self._calls:
             deltas.append(ContentDelta(self._space))
             self._space = ""

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
-    "MOST_END",
     "VALUE_END",
     "allowed_types",
     "choices_of",
@@ -27,7 +26,6 @@ VALUE_END = (
     rf"\n?</parameter>{_GAP}(?:<parameter=|</function>|</tool_call>)"
     rf"|\n[ \t]*(?:<parameter=|</function>{_GAP}</tool_call>)"
 )
-MOST_END = 128  # characters of one, or more
 _MAX_DEPTH = 50
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
