@@ -171,9 +171,34 @@ def test_forced_calls_of_tools(client: Any, choice: Any, stream: bool) -> None:
         (call,) = got.message.tool_calls
         name, arguments, reason = call.function.name, call.function.arguments, got.finish_reason
         assert call.type == "function" and call.id and got.message.content is None
-    assert name == "weather" and reason == "tool_calls"
+    assert name == "weather" and reason == ("tool_calls" if choice == "required" else "stop")
     value = json.loads(arguments)
     assert value["city"] in ("Nineveh", "Ur") and 1 <= value["days"] <= 9
+
+
+def test_a_call_that_a_request_names_is_made_once(client: Any) -> None:
+    """Also where calls may be parallel, and the model would go on."""
+    for seed in range(3):
+        got = chat(
+            client, tools=[WEATHER, CLOCK], max_completion_tokens=400, seed=seed,
+            tool_choice={"type": "function", "function": {"name": "weather"}},
+            logit_bias={"1": -100},
+        ).choices[0]  # fmt: skip
+        assert len(got.message.tool_calls) == 1 and got.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_a_call_that_is_cut_is_no_content(client: Any, choice: Any) -> None:
+    for length in range(1, 14, 3):
+        options = {"tools": [WEATHER], "tool_choice": choice, "max_completion_tokens": length}
+        got = chat(client, **options).choices[0]
+        assert not got.message.content and not got.message.tool_calls
+        assert got.finish_reason == "length"
+        pieces = [piece.choices[0] for piece in chat(client, stream=True, **options)]
+        assert not any(piece.delta.content or piece.delta.tool_calls for piece in pieces)
+        assert pieces[-1].finish_reason == "length"
 
 
 def test_calls_that_the_model_chooses(client: Any) -> None:

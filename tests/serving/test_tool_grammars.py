@@ -12,7 +12,7 @@ from lmdecode.serving.grammar import GrammarCompiler
 from lmdecode.serving.tokenizer import Tokenizer
 from lmdecode.serving.tool_calls import FORMATS, ToolFormat
 from lmdecode.serving.tools import check_tools
-from tests.serving.grammar_cases import KJV, TOOLS, allowed, function, written
+from tests.serving.grammar_cases import KJV, TOOLS, allowed, compiler_of, function, written
 
 ADDED = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<escape>", "<|python_tag|>"]
 
@@ -102,7 +102,8 @@ def test_strict_tools_let_text_through(
     forced = format.grammar(strict, "required", False)
     assert forced is not None
     call = written(compiler.compile(forced), tokenizer, 1, 400, tokenizer.vocab_size)
-    for text, is_right in (("And God said.", True), (call, True), (call[:-1] + "x", False)):
+    signs = [(f"So {word} is it.", False) for word in format.markers if word[0] in "<["]
+    for text, is_right in (("And God said.", True), (call, True), (call[:-1] + "x", False), *signs):
         state, ok = grammar.start(), True
         for token in tokenizer.encode(text, add_special_tokens=False):
             ok = ok and token in allowed(state, tokenizer.vocab_size)
@@ -110,6 +111,35 @@ def test_strict_tools_let_text_through(
                 state.accept_token(token)
         ok = ok and 1 in allowed(state, tokenizer.vocab_size)
         assert ok == is_right, text
+
+
+@pytest.mark.parametrize(
+    ("value", "is_taken"),
+    [
+        ("", True), ("\n", True), ("</parameter>", True), ("a</parameter>\nb", True),
+        ("</function>\n", True), ("<function=f>\n</function>\n</tool", True),
+        ("<parameter=text>", True), ("</tool_call>", True), ("</parameter>  </parameter>", True),
+        ("a\n</parameter>\n</function>", False), ("a</parameter> <parameter=x", False),
+        ("a\n  <parameter=text>", False), ("a\n</function></tool_call>", False),
+    ],
+)  # fmt: skip
+def test_texts_between_tags(value: str, is_taken: bool) -> None:
+    """They may have the words of the format, but not as they follow each other in a call."""
+    format = FORMATS["qwen3_coder"]
+    tools = [function("f", {"properties": {"text": {"type": "string"}}, "required": ["text"]})]
+    source = format.grammar(tools, "required")
+    assert source is not None
+    text = (f"<tool_call>\n<function=f>\n<parameter=text>\n{value}\n</parameter>\n</function>"
+            "\n</tool_call>")  # fmt: skip
+    state, plain = compiler_of().compile(source).start(), Tokenizer.load(KJV)
+    tokens = plain.encode(text, add_special_tokens=False)
+    taken = []
+    for token in tokens:
+        if token not in allowed(state):
+            break
+        state.accept_token(token)
+        taken.append(token)
+    assert (taken == tokens and state.is_accepting) == is_taken
 
 
 def test_markers_are_the_tokens_that_they_are(
@@ -137,6 +167,19 @@ def test_no_grammar_where_none_is_needed() -> None:
                    {"type": "allowed_tools", **allowed_tools}):  # fmt: skip
         source = format.grammar(TOOLS, choice)
         assert source is not None and "get_weather" not in source.text
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"enum": ["x", "x\n</parameter>\n</function>"]}, "begins as another one and its end"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength is 3 and maxLength 2"),
+    ],
+)
+def test_what_tags_cannot_tell_apart(schema: Any, message: str) -> None:
+    tools = [function("f", {"properties": {"text": schema}})]
+    with pytest.raises(ValueError, match=f"the parameters of f: .*{message}"):
+        FORMATS["qwen3_coder"].grammar(tools, "required")
 
 
 def nested(levels: int) -> Any:

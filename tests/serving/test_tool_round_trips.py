@@ -22,7 +22,7 @@ from lmdecode.serving.tool_grammars import CallForm
 from tests.serving.grammar_cases import KJV, function
 from tests.serving.test_tool_calls import parsed, streamed
 
-COUNT = int(os.environ.get("LMDECODE_DRAWN_CALLS", "60"))
+COUNT = int(os.environ.get("LMDECODE_DRAWN_CALLS", "40"))
 
 Call = tuple[str, dict[str, Any]]
 TAG_WORDS = [
@@ -223,5 +223,4 @@ def test_what_a_grammar_takes_is_read_back(name: str, has_tokens: bool) -> None:
         cuts = sorted(rng.choices(range(len(text)), k=rng.choice((1, 3, 20))))
         cuts = rng.choice((cuts, list(range(len(text)))))
         assert streamed(format, text, cuts, tools) == (None, calls), (text, cuts)
-    print(name, has_tokens, taken, COUNT)
-    assert taken > COUNT / 3, taken
+    assert taken > COUNT / 3

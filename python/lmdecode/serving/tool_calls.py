@@ -147,12 +147,12 @@ class ToolFormat:
             Names the field that does not fit.
         """
         chosen, is_forced = chosen_tools(check_tools(tools), tool_choice)
-        parallel = parallel and not is_named(tool_choice)
         if not chosen or not (is_forced or any(tool.strict for tool in chosen)):
             return None
         text = lark_of_calls(
-            self.form, chosen, self.token_ids, is_forced=is_forced, is_parallel=parallel
-        )
+            self.form, chosen, self.token_ids, markers=self.markers, is_forced=is_forced,
+            is_parallel=parallel and not is_named(tool_choice),
+        )  # fmt: skip
         return GrammarSource("calls", text)
 
     def stream(self, tools: Sequence[Mapping[str, Any]] | None = None) -> StreamingToolParser:

@@ -78,6 +78,7 @@ def lark_of_calls(
     tools: Sequence[Tool],
     token_ids: Mapping[str, int],
     *,
+    markers: Collection[str],
     is_forced: bool,
     is_parallel: bool,
 ) -> str:
@@ -91,6 +92,9 @@ def lark_of_calls(
         Those that may be called, at least one.
     token_ids : mapping of str to int
         The words that are tokens.
+    markers : collection of str
+        What begins a call for a reader, in any way: a text before and behind calls has none of
+        those that are no usual words.
     is_forced : bool
         Whether the answer is calls alone. False: it is text, and what begins as a call is one.
     is_parallel : bool
@@ -121,34 +125,47 @@ def lark_of_calls(
     if is_forced:
         rules.add("start", "calls")
     else:
-        _add_free_text(rules, form, token_ids, several)
+        signs = [re.escape(marker) for marker in markers if marker[0] in "<["]
+        _add_free_text(rules, form, token_ids, signs, several)
     return rules.text()
 
 
 def _add_free_text(
-    rules: _Rules, form: CallForm, token_ids: Mapping[str, int], several: bool
+    rules: _Rules,
+    form: CallForm,
+    token_ids: Mapping[str, int],
+    signs: Sequence[str],
+    several: bool,
 ) -> None:
     """Let the answer be text with calls in it."""
     first = form.begin + form.open
     token = next((word for word in token_ids if first.startswith(word)), None)
     repeat = "*" if several and not form.begin else "?"
     if token is not None:  # which is no part of a text
-        rules.add("TEXT", f"/{_ANY}+/")
+        rules.add("TEXT", f"/{_ANY}+/{_but_not(*signs)}")
         again = f"(calls TEXT?){repeat}"
         rules.add("start", f"TEXT? {again}")
         return
     tag = re.match(r"<[^<>]+>|\[[A-Z_]+\]", first)
     if tag is None:  # an answer that begins as a call
         character = re.escape(first[0]).replace("/", "\\/")
-        rules.add("TEXT", f"/\\s*[^\\s{character}]{_ANY}*/")
+        rules.add("TEXT", f"/\\s*[^\\s{character}]{_ANY}*/{_but_not(*signs)}")
         rules.add("start", "TEXT | calls")
         return
-    word = re.escape(tag[0]).replace("/", "\\/")
-    rules.add("before[lazy]", f"/{_ANY}*{word}/")
+    word = re.escape(tag[0])
+    others = [sign for sign in signs if not sign.startswith(word)]
+    rules.add("BEFORE", f"/{_ANY}*/{_but_not(*others)}")
+    rules.add("before[lazy]", f"BEFORE {literal(tag[0])}")
     rules.rest_of("calls", tag[0])
-    rules.add("TEXT", f"/{_ANY}*/")
+    rules.add("TEXT", f"/{_ANY}*/{_but_not(word, *others)}")
     rules.add("start", f"(before calls_rest){repeat} behind")
     rules.add("behind", "TEXT")
+
+
+def _but_not(*ends: str) -> str:
+    """Return what goes behind a regex of a text, so that none of some regexes fits a part of it."""
+    any_end = "|".join(ends).replace("/", "\\/")
+    return f" & ~/{_ANY}*({any_end}){_ANY}*/" if ends else ""
 
 
 class _Rules:
@@ -237,7 +254,7 @@ class _Rules:
         count = _lengths(found)
         text = "v" + re.sub("[^0-9]", "_", count)
         if f"{text}[lazy]" not in self._rules:
-            body = f"/{_ANY}*/ & ~/{_ANY}*({VALUE_END}){_ANY}*/".replace("</", "<\\/")
+            body = f"/{_ANY}*/{_but_not(VALUE_END)}"
             if count != "*":  # the intersection of both would take too long
                 body = f"/{_ANY}{count}/ & {_without(_VALUE_TAGS)}"
             end = close.replace("/", "\\/").replace("\n", "\\n")
