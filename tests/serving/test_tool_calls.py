@@ -165,7 +165,7 @@ OPEN, CLOSE = "<tool_call>\n<function=write>\n", "</function>\n</tool_call>"
         ("<parameter=path>\na\n</parameter>\n<parameter=text>\nb\n</parameter>",
          {"path": "a", "text": "b"}),
         ("<parameter=path>a</parameter><parameter=text>b</parameter>", {"path": "a", "text": "b"}),
-        ("<parameter=path>\na\n</parameter>\n\n   <parameter=odd>\nb\n</parameter>\n" + " " * 300
+        ("<parameter=path>\na\n</parameter>\n\n   <parameter=odd>\nb\n</parameter>\n" + " " * 150
          + "</function>", {"path": "a", "odd": "b"}),
     ],
 )  # fmt: skip

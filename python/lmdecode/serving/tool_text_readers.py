@@ -36,7 +36,8 @@ _QUOTES = ('"""', "'''", '"', "'")
 _BETWEEN = re.compile(r"[\s,;]*")
 _NAME = re.compile(r"[\w.\-]{1,128}")
 _TAG = re.compile(r"[^<>\n]{1,200}")
-_VALUE_END = re.compile(VALUE_END)
+_VALUE_END = re.compile(VALUE_END.replace("*", "{0,200}"))  # so that it has a bound:
+_MOST_END = 500  # characters
 _LAST_END = re.compile(r"(?:\n?</parameter>|\n[ \t]*</function>)[ \t\r\n]*\Z")
 _BEFORE_TAG = re.compile(r"\n?(?:</parameter>)?[ \t\r\n]*")
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"')
@@ -51,18 +52,6 @@ def _tag(text: str, at: int, is_last: bool) -> tuple[str, int] | None:
     if end == len(text) and not is_last:
         return MORE
     raise NoCall("a tag without a name")
-
-
-def _next_end(text: str, at: int) -> int:
-    """Return from where on more text may make a ``VALUE_END``, of which there is none yet."""
-    end, tag = len(text), text.rfind("<", at)
-    if tag >= 0 and end - tag <= len("</parameter>"):
-        end = tag
-    for close in ("</function>", "</parameter>"):
-        end = at + len(text[at:end].rstrip(" \t\r\n"))
-        if text.endswith(close, at, end):
-            end -= len(close)
-    return at + len(text[at:end].rstrip(" \t\r\n"))
 
 
 class TaggedReader:
@@ -168,7 +157,7 @@ class TaggedReader:
         if found is None:
             if is_last:
                 raise NoCall("a value that does not end")
-            self._sought = _next_end(text, self._sought)
+            self._sought = max(self._sought, len(text) - _MOST_END)
             return False
         assert self._key is not None
         self._values[self._key] = typed_value(text[start : found.start()], self._schema, self._key)
@@ -210,7 +199,7 @@ class TaggedReader:
             if text.startswith(choice, start):
                 if _VALUE_END.match(text, behind) is not None:
                     return behind
-                if not is_last and _next_end(text, behind) == behind:
+                if not is_last and len(text) < behind + _MOST_END:
                     return MORE
             elif not is_last and choice.startswith(text[start:]):
                 return MORE
