@@ -316,6 +316,8 @@ def test_arguments_are_json_of_utf_8() -> None:
     calls[0].arguments.encode()
     _, calls = FORMATS["lfm2"].parse('<|tool_call_start|>[now(a="\\ud83d\\ude00\\x41")]')
     assert calls[0].arguments == '{"a": "\U0001f600A"}'
+    _, calls = FORMATS["lfm2"].parse(r"""<|tool_call_start|>[now(a="\d+\033[0m\0\/\'\\d")]""")
+    assert json.loads(calls[0].arguments) == {"a": "\\d+\x1b[0m\0/'\\d"}
 
 
 def test_long_arguments_take_linear_time() -> None:

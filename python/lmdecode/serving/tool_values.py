@@ -32,7 +32,9 @@ _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
 _WORDS = {"True": True, "true": True, "False": False, "false": False,
           "None": None, "null": None, "none": None}  # fmt: skip
 _SPACE = re.compile(r"\s*")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "",
+            "\\": "\\", "'": "'", '"': '"', "/": "/"}  # fmt: skip
+_OCTAL = re.compile(r"[0-7]{1,3}")
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 
 
@@ -133,9 +135,15 @@ class _Values:
     def _escape(self) -> str:
         kind = self.text[self.at : self.at + 1]
         self.at += 1
+        if kind == "N":
+            raise ValueError("a character by its name")
         digits = {"x": 2, "u": 4, "U": 8}.get(kind)
         if digits is None:
-            return _ESCAPES.get(kind, kind)
+            octal = _OCTAL.match(self.text, self.at - 1)
+            if octal is None:
+                return _ESCAPES.get(kind, "\\" + kind)  # a backslash that is none, as in Python
+            self.at = octal.end()
+            return chr(int(octal[0], 8))
         code = self.text[self.at : self.at + digits]
         if not re.fullmatch(r"[0-9A-Fa-f]+", code) or len(code) < digits:
             raise ValueError(f"no character \\{kind}{code}")
