@@ -173,6 +173,7 @@ def test_no_grammar_where_none_is_needed() -> None:
     ("schema", "message"),
     [
         ({"enum": ["x", "x\n</parameter>\n</function>"]}, "begins as another one and its end"),
+        ({"type": "string", "enum": [3]}, "enum has no string"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength is 3 and maxLength 2"),
     ],
 )

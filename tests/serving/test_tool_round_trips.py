@@ -48,9 +48,11 @@ def words_of_format(format: ToolFormat) -> list[str]:
 def enum_of(format: ToolFormat) -> list[str]:
     """Return texts of an ``enum``, some of which end a call where they are no value."""
     form = format.form
-    found = ["plain", "a\n</parameter>\n</function>\n</tool_call>\nb", "</parameter>",
-             "\n<parameter=text>\n1\n</parameter>", "</function>", f"x{form.close}{form.end}",
-             "\n</parameter>\n</function>"]  # fmt: skip
+    found = [
+        "plain", "plain\n</parameter>", "a\n</parameter>\n</function>\n</tool_call>\nb",
+        "</parameter>", "\n<parameter=text>\n1\n</parameter>", "</function>",
+        f"x{form.close}{form.end}", "\n</parameter>\n</function>",
+    ]  # fmt: skip
     return [text for text in found if not form.quote or form.quote not in text]
 
 

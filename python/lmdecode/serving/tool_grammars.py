@@ -35,8 +35,7 @@ class CallForm(NamedTuple):
     ----------
     arguments : str
         ``"json"``: an object; ``"keywords"``: ``a=1, b="x"``; ``"tags"``: ``<parameter=a>`` up to
-        ``</function>``;
-        ``"key_values"``: ``a:1,b:`` and a string between two ``quote``.
+        ``</function>``; ``"key_values"``: ``a:1,b:`` and a string between two ``quote``.
     is_single : bool
         Whether there is one call at most.
     """
@@ -93,8 +92,8 @@ def lark_of_calls(
     token_ids : mapping of str to int
         The words that are tokens.
     markers : collection of str
-        What begins a call for a reader, in any way: a text before and behind calls has none of
-        those that are no usual words.
+        What begins a call for the reader. A text before and behind calls has none of them that
+        begin with ``<`` or ``[``.
     is_forced : bool
         Whether the answer is calls alone. False: it is text, and what begins as a call is one.
     is_parallel : bool
@@ -235,8 +234,10 @@ class _Rules:
     ) -> str:
         """Add the rules of a value; return what stands for it and for all up to the next ``<``."""
         if not re.fullmatch(r"[^<>\n]{1,200}", key):
-            raise ValueError(f"the key {key!r} has <, > or a new line, no or 200 characters; "
-                             "expected none of them")  # fmt: skip
+            raise ValueError(
+                f"the key {key!r} is none between tags; expected 1 to 200 characters without <, > "
+                "and new lines"
+            )
         close = "\n</parameter>\n<"
         found = resolved(schema, root)
         if allowed_types(schema, root) != {"string"}:
@@ -245,9 +246,11 @@ class _Rules:
         choices = choices_of(found)
         if choices is not None:
             texts = {choice for choice in choices if isinstance(choice, str)}
+            if not texts:
+                raise ValueError("enum has no string; expected one")
             for text in texts:
                 ends = (end.start() for end in re.finditer(r"[\n<]", text))
-                if any(text[:at] in texts and _VALUE_END.match(text, at) for at in ends):
+                if any(_VALUE_END.match(text, at) and text[:at] in texts for at in ends):
                     raise ValueError(f"the value {text!r} begins as another one and its end")
             return self.add(name, " | ".join(literal(f"\n{text}{close}") for text in sorted(texts)))
         _check_string(found, is_strict)

@@ -197,7 +197,8 @@ class TaggedReader:
             if behind <= end:
                 break
             if text.startswith(choice, start):
-                if _VALUE_END.match(text, behind) is not None:
+                end_tag = _VALUE_END.match(text, behind)
+                if end_tag is not None and end_tag[0].lstrip().startswith("</parameter>"):
                     return behind
                 if not is_last and len(text) < behind + _MOST_END:
                     return MORE
