@@ -349,3 +349,37 @@ def test_thoughts_come_before_every_kind_of_a_grammar(
             assert not accepts(grammar, tokenizer, text, **sizes), text
         alone = "<|channel|>final<|message|>" if name == "harmony" else ""
         assert accepts(grammar, tokenizer, alone + yes, **sizes) != is_open
+
+
+def test_a_grammar_that_came_to_a_limit_is_compiled_anew(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = compiler_of(VOCAB)
+    limits = compiler._module.LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(compiler, "_limits", limits)
+
+    def follow(text: str) -> None:
+        state = compiler.regex("q[ab]*a[ab]{12}c").start()
+        bitmask = torch.zeros(-(-VOCAB // 32), dtype=torch.int32)
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            state.fill_bitmask(bitmask)
+            state.accept_token(token)
+
+    many = "".join(f"{number:012b}" for number in range(0, 4096, 61))  # texts for an automaton
+    many = many.replace("0", "a").replace("1", "b")
+    for _ in range(2):
+        follow("qab")
+        with pytest.raises(RuntimeError, match="too many states: 300"):
+            follow("q" + many)
+    assert compiler.regex("q[ab]*a[ab]{12}c") is compiler.regex("q[ab]*a[ab]{12}c")
+
+
+def test_a_token_that_is_not_allowed_is_a_value_error(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    (digit,) = tokenizer.encode("3", add_special_tokens=False)[-1:]
+    grammar = compiler.regex("[a-z]+")
+    for _ in range(2):  # nothing is lost by it
+        with pytest.raises(ValueError, match=f"the grammar does not take token {digit} here"):
+            grammar.start().accept_token(digit)
+    assert accepts(grammar, tokenizer, "abc", VOCAB)

@@ -47,8 +47,9 @@ class GrammarState:
     follow.
     """
 
-    def __init__(self, matcher: Any, words: int, eos_token_ids: frozenset[int]) -> None:
-        self._matcher, self._words, self._ends = matcher, words, eos_token_ids
+    def __init__(self, matcher: Any, grammar: CompiledGrammar) -> None:
+        self._matcher, self._grammar = matcher, grammar
+        self._words, self._ends = grammar.words, grammar.eos_token_ids
         self._has_ended = False
 
     def fill_bitmask(self, bitmask: Tensor) -> None:
@@ -88,11 +89,14 @@ class GrammarState:
         ------
         ValueError
             It is none that the grammar allows here.
+        RuntimeError
+            The grammar needs too much memory or time from here on.
         """
         if token in self._ends and (self._has_ended or self._matcher.is_accepting()):
             self._has_ended = True
             return
-        if self._has_ended or not self._matcher.consume_token(token):
+        is_allowed = not self._has_ended and self._matcher.validate_tokens([token]) == 1
+        if not is_allowed or not self._matcher.consume_token(token):
             self._check(f"does not take token {token}")
             raise ValueError(f"the grammar does not take token {token} here")
 
@@ -105,6 +109,7 @@ class GrammarState:
         if self._matcher.is_error():
             reason = self._matcher.stop_reason()
             error = ValueError if reason in ("NoExtension", "NotStopped") else RuntimeError
+            self._grammar.is_spent |= error is RuntimeError
             raise error(f"the grammar {what}: {_one_line(self._matcher.get_error())}")
 
 
@@ -112,17 +117,29 @@ _BIT = [1 << bit for bit in range(31)] + [-(1 << 31)]
 
 
 class CompiledGrammar:
-    """A grammar that any number of texts may follow; ``GrammarCompiler`` makes it."""
+    """A grammar that any number of texts may follow; ``GrammarCompiler`` makes it.
+
+    Attributes
+    ----------
+    words : int
+        ceil(V / 32).
+    eos_token_ids : frozenset of int
+        Tokens that end a text.
+    is_spent : bool
+        Whether a text came to a limit. Texts share the states of llguidance's lexer, so the others
+        fail there as well: the next ones need the grammar compiled anew.
+    """
 
     def __init__(self, matcher: Any, words: int, eos_token_ids: frozenset[int]) -> None:
-        self._matcher, self._words, self._ends = matcher, words, eos_token_ids
+        self._matcher, self.words, self.eos_token_ids = matcher, words, eos_token_ids
+        self.is_spent = False
         self._lock = threading.Lock()
 
     def start(self) -> GrammarState:
         """Return a state at the beginning, for one request."""
         with self._lock:
             matcher = self._matcher.deep_copy()
-        return GrammarState(matcher, self._words, self._ends)
+        return GrammarState(matcher, self)
 
 
 class GrammarCompiler:
@@ -231,6 +248,8 @@ class GrammarCompiler:
         key = (source, prefix)
         with self._lock:
             found = self._cache.get(key)
+            if found is not None and _is_spent(found):
+                found = None
             if found is None:
                 future = self._cache[key] = Future()
                 if len(self._cache) > self._max_cached:
@@ -279,6 +298,11 @@ class GrammarCompiler:
         if message in ("", "NoExtension", "NoExtensionBias"):
             message = "the grammar allows no text"
         raise ValueError(message.replace("Unimplemented keys:", "it cannot keep the keywords"))
+
+
+def _is_spent(compiled: Future[CompiledGrammar]) -> bool:
+    is_made = compiled.done() and compiled.exception() is None
+    return is_made and compiled.result().is_spent
 
 
 class _Words:
