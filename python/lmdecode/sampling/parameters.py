@@ -71,7 +71,7 @@ class SamplingParameters(BatchParameters[int, float], total=False):
     used again, changed by ``{**parameters, "seed": 2}``, compared and pickled.
     docs/reference/sampler.md defines each parameter. None, or no entry, is off.
 
-    Parameters
+    Attributes
     ----------
     temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_n_sigma, top_h : float
         Filters. Temperature 0 takes the largest logit.
