@@ -319,9 +319,13 @@ def test_a_signal_is_handled_between_steps(
         return steps
 
     monkeypatch.setattr(searches.DecodingSearches, "_run", interrupted)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            batch.run()
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                batch.run()
+    finally:
+        signal.signal(signal.SIGINT, former)
     results = sorted(batch.run(), key=lambda result: result.request_id)
     assert calls[0] == first_part and len(calls) > 3
     for result, other in zip(results, expected, strict=True):

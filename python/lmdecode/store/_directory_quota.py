@@ -21,6 +21,7 @@ from lmdecode.store.fingerprint import Fingerprint
 
 _BLOCK = 512  # of st_blocks
 _PAGE = 4096
+_INDEX_GROWTH = 16 * _PAGE  # of its log by one put
 _AT_ONCE = 64  # this part of the limit is made free at least: not each put shall evict
 _FOREVER = 2**63 - 1
 
@@ -217,7 +218,7 @@ class LimitedStore:
                     self._shared.coming -= num_bytes
 
     def _new_bytes(self, stored: int, total: int) -> int:
-        """Return an upper bound in bytes of the slots of tokens [stored, total)."""
+        """Return an upper bound in bytes of the slots of tokens [stored, total), and of the index."""
         chunk = self.native.chunk_tokens
         tokens = total - stored // chunk * chunk
         if tokens == 0:
@@ -226,7 +227,7 @@ class LimitedStore:
         size = _whole_pages(self.native.image_bytes(last))
         if full:
             size += full * _whole_pages(self.native.image_bytes(chunk, with_state=False))
-        return size
+        return size + _INDEX_GROWTH
 
     def _stored(
         self,
@@ -270,7 +271,7 @@ class LimitedStore:
 
     def insert_image(self, scope: Scope, key: bytes, image: bytearray, options: PutOptions) -> bool:
         """Take over an entry of a second tier."""
-        with self._room(_whole_pages(len(image))) as has_room:
+        with self._room(_whole_pages(len(image)) + _INDEX_GROWTH) as has_room:
             return has_room and self.native.insert_image(scope, key, image, options)
 
     def import_from(self, path: bytes, progress: Any) -> int:
