@@ -45,7 +45,7 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch, Survives what) {
     is_committing_ = true;
     Batch taken = std::exchange(open_, {});
     const uint64_t number = open_number_++;
-    taken.changes.uses = take_uses_();
+    if (syncs) taken.changes.uses = take_uses_();  // of areas that the durable index has
     SlabFiles& slabs = *slabs_;
     IndexDatabase& index = *index_;
     lock.unlock();

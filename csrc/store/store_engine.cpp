@@ -276,19 +276,24 @@ void StoreEngine::run_flush_timer() {
 // ---- the index
 
 // Changes that were not durable when the last writer was killed: the slots have what they say if
-// the system has not been started again since.
+// the system has not been started again since. An error leaves them for the next one who opens.
 void StoreEngine::recover_unsynced() {
   const std::optional<std::string> boot = index_->unsynced_boot();
   if (!boot.has_value()) return;
-  if (!boot->empty() && *boot == file_system_.boot() && slabs_->doubt_all() == 0 &&
-      slabs_->sync() == 0) {
-    std::string reason;
-    const auto commit = [&] { return index_->commit({}, Survives::kPowerLoss, &reason); };
-    CommitResult result = commit();
-    if (result == CommitResult::kDiskFull && space_.index_reserve().release()) result = commit();
-    if (result == CommitResult::kDone) return;
+  if (boot->empty() || *boot != file_system_.boot()) {
+    index_->drop_unsynced();
+    return;
   }
-  index_->drop_unsynced();
+  int error = slabs_->doubt_all();
+  if (error == 0) error = slabs_->sync();
+  if (error != 0) throw_errno(-error, "KVStore: cannot sync the slots of", options_.directory);
+  std::string reason;
+  const auto commit = [&] { return index_->commit({}, Survives::kPowerLoss, &reason); };
+  CommitResult result = commit();
+  if (result == CommitResult::kDiskFull && space_.index_reserve().release()) result = commit();
+  if (result == CommitResult::kDone) return;
+  const int number = result == CommitResult::kDiskFull ? ENOSPC : EIO;
+  throw StoreError(ErrorKind::kInputOutput, reason, number);
 }
 
 void StoreEngine::load_index() {

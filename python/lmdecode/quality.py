@@ -59,7 +59,7 @@ def _causal(op: str, decoding: PackedDecoding) -> PackedCausalModel:
 def _checked_ids(op: str, ids: Any, least: int, expected: str, vocab: int) -> Tensor:
     """Return the tokens of a text as int64."""
     if not isinstance(ids, Tensor):
-        raise type_error(op, "ids", ids, "a tensor")
+        raise type_error(op, "ids", ids, "a tensor or a sequence of ints")
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(
             f"{op}: ids has shape {list(ids.shape)} and dtype {ids.dtype}; expected [n] of integers"
@@ -67,10 +67,13 @@ def _checked_ids(op: str, ids: Any, least: int, expected: str, vocab: int) -> Te
     if len(ids) < least:
         raise ValueError(f"{op}: ids has {len(ids)} tokens; expected at least {expected}")
     ids = ids.to("cpu", torch.int64)
-    low, high = int(ids.min()), int(ids.max())
+    _check_range(op, int(ids.min()), int(ids.max()), vocab)
+    return ids
+
+
+def _check_range(op: str, low: int, high: int, vocab: int) -> None:
     if low < 0 or high >= vocab:
         raise ValueError(f"{op}: ids are {low} to {high}; expected 0 to {vocab - 1}")
-    return ids
 
 
 def _logits(
@@ -129,6 +132,7 @@ def token_logprobs(
     model = _causal(op, decoding)
     vocab, most = model.config.vocab_size, model.max_positions or 1 << 30
     if isinstance(ids, Sequence) and all(map(is_int, ids)):
+        _check_range(op, min(ids, default=0), max(ids, default=0), vocab)
         ids = torch.tensor(ids, dtype=torch.int64, device="cpu")
     tokens = _checked_ids(op, ids, 1, "one", vocab)
     if len(tokens) > most:

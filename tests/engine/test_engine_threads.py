@@ -140,7 +140,8 @@ def test_a_task_that_is_cancelled_cancels_its_request(
         other = asyncio.create_task(shared.wait())
         tasks = [asyncio.create_task(read(request)) for request in (streamed, shared)]
         tasks.append(asyncio.create_task(awaited.wait()))
-        await anext(aiter(streamed))
+        while not streamed.stats.new_tokens:
+            await asyncio.sleep(0.001)
         for task in tasks:
             task.cancel()
         kept = asyncio.create_task(shielded.wait())

@@ -6,6 +6,7 @@ import ast
 import os
 import signal
 import subprocess
+import time
 import warnings
 from pathlib import Path
 
@@ -263,20 +264,44 @@ def test_relaxed_is_durable_after_flush_and_close(open_store: Open) -> None:
     assert open_store().lookup(TOKENS[::-1]).num_tokens == 30
 
 
-def test_relaxed_loses_nothing_to_a_kill(open_store: Open) -> None:
+def test_relaxed_loses_nothing_to_a_kill(open_store: Open, tmp_path: Path) -> None:
     process = os.fork()
     if process == 0:
-        store = open_store(durability="relaxed", flush_interval=3600.0)
-        is_stored = store.put(TOKENS, cache(TOKENS)) == 30
-        store.session("a").step(TOKENS[:20])
-        is_stored &= store.session("a").commit(cache(TOKENS[:20])) == 20
-        os.kill(os.getpid(), signal.SIGKILL if is_stored else signal.SIGTERM)
+        try:
+            store = open_store(durability="relaxed", flush_interval=3600.0)
+            is_stored = store.put(TOKENS, cache(TOKENS)) == 30
+            store.session("a").step(TOKENS[:20])
+            is_stored &= store.session("a").commit(cache(TOKENS[:20])) == 20
+            os.kill(os.getpid(), signal.SIGKILL if is_stored else signal.SIGTERM)
+        finally:
+            os._exit(1)
     assert os.waitpid(process, 0)[1] == signal.SIGKILL
     assert not open_store(readonly=True).lookup(TOKENS)  # the next writer makes it durable
+    (slab,) = tmp_path.glob("store/*/slab-00000")
+    slab.rename(tmp_path / "aside")
+    slab.mkdir()
+    with pytest.raises(OSError, match="cannot sync the slots of"):
+        open_store(durability="relaxed")
+    slab.rmdir()
+    (tmp_path / "aside").rename(slab)
     store = open_store(durability="relaxed", flush_interval=3600.0)
     assert same(store.load(store.lookup(TOKENS)), cache(TOKENS))
     assert open_store(readonly=True).lookup(TOKENS).num_tokens == 30
     assert store.session("a").tokens == TOKENS[:20]
+
+
+@pytest.mark.parametrize("durability", ["strict", "relaxed"])
+def test_times_of_use_outlive_the_process(open_store: Open, durability: str) -> None:
+    others = [[i] * 30 for i in (101, 102, 103)]
+    with open_store(durability=durability, flush_interval=3600.0) as store:
+        for tokens in others[:2]:
+            store.put(tokens, cache(tokens))
+            time.sleep(0.01)  # the clock has milliseconds
+        store.load(store.lookup(others[0]))
+        store.put(others[2], cache(others[2]))
+    used = [e["used_ms"] for e in sorted(open_store().entries(), key=lambda e: e["created_ms"])]
+    of_each = len(used) // 3
+    assert len(used) == 3 * of_each and min(used[:of_each]) > max(used[of_each : 2 * of_each])
 
 
 def test_the_directory_of_a_forked_child_is_not_touched(open_store: Open) -> None:

@@ -109,7 +109,7 @@ class GrammarState:
         if self._matcher.is_error():
             reason = self._matcher.stop_reason()
             error = ValueError if reason in ("NoExtension", "NotStopped") else RuntimeError
-            self._grammar.is_spent |= error is RuntimeError
+            self._grammar.is_spent |= reason == "LexerTooComplex"
             raise error(f"the grammar {what}: {_one_line(self._matcher.get_error())}")
 
 

@@ -16,8 +16,12 @@ _MOST_MESSAGES = 4096
 _MOST_CALLS = 4096  # of tools, in one message
 # Others that are not read, such as id, refusal and annotations, are what clients echo.
 _REFUSED = {
+    "contents": "expected content",
     "function_call": "expected tool_calls",
     "images": "the model reads text",
+    "videos": "the model reads text",
+    "tool_call": "expected tool_calls",
+    "toolcalls": "expected tool_calls",
     "prefix": "expected continue_final_message, a field of the request",
 }
 _THOUGHTS = ("reasoning", "thinking")  # of other servers and clients, where they may be no text

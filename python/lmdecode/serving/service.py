@@ -315,11 +315,15 @@ class Service:
             finally:
                 release_worker_threads()  # they would slow the engine's
 
+        async def score_next(prompt: Sequence[int]) -> list[TokenLogprob]:
+            async with self._scoring:
+                return await asyncio.to_thread(score, prompt)
+
         self.check_room(len(prompts), waits=True)
         self._num_coming += len(prompts)
         try:
-            async with self._scoring:
-                return [await asyncio.to_thread(score, prompt) for prompt in prompts]
+            # A client that goes ends it behind the prompt that is read, which nothing can stop.
+            return [await asyncio.shield(score_next(prompt)) for prompt in prompts]
         except ValueError as error:
             raise error_of_engine(error, {"ids": "prompt"}) from error
         finally:

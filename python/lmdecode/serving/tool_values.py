@@ -32,6 +32,7 @@ _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
 _WORDS = {"True": True, "true": True, "False": False, "false": False,
           "None": None, "null": None, "none": None}  # fmt: skip
 _SPACE = re.compile(r"\s*")
+# As Python has them; "\\/" is JSON's, which models write in Python's strings too.
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "",
             "\\": "\\", "'": "'", '"': '"', "/": "/"}  # fmt: skip
 _OCTAL = re.compile(r"[0-7]{1,3}")

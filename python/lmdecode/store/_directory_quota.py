@@ -218,7 +218,7 @@ class LimitedStore:
                     self._shared.coming -= num_bytes
 
     def _new_bytes(self, stored: int, total: int) -> int:
-        """Return an upper bound in bytes of the slots of tokens [stored, total), and of the index."""
+        """Return an upper bound in bytes of the slots of tokens [stored, total) and the index."""
         chunk = self.native.chunk_tokens
         tokens = total - stored // chunk * chunk
         if tokens == 0:

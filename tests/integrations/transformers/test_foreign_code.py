@@ -138,11 +138,30 @@ def test_code_of_others_in_an_encoder_decoder_model_is_refused() -> None:
         lmdecode.Decoding.from_pretrained(model)
 
 
-def test_a_class_that_was_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "decorated", [lambda method: method, torch.no_grad(), torch.autocast("cpu")]
+)
+def test_a_class_that_was_changed_is_refused(
+    monkeypatch: pytest.MonkeyPatch, decorated: Callable[[Any], Any]
+) -> None:
     """As packages do that exchange the methods of transformers."""
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", OtherMLP.forward)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", decorated(OtherMLP.forward))
     with pytest.raises(ValueError, match="mlp is a LlamaMLP whose forward is not that of transf"):
         lmdecode.Decoding.from_pretrained(llama())
+
+
+def test_hooks_of_all_modules_are_refused() -> None:
+    handle = nn.modules.module.register_module_forward_hook(steer)
+    try:
+        with pytest.raises(ValueError, match=r"all modules have the forward hook .*steer"):
+            lmdecode.Decoding.from_pretrained(llama())
+    finally:
+        handle.remove()
+
+
+def decorated_by_torch(model: nn.Module) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = torch.no_grad()(mlp.forward)
 
 
 class Kernel(nn.Module):
@@ -182,6 +201,7 @@ TAKEN: dict[str, Callable[[nn.Module], Any]] = {
     "gradients of embeddings": lambda model: model.enable_input_require_grads(),
     "a class with more methods": of_class(SameLlama),
     "compiled": compiled,
+    "decorated by torch": decorated_by_torch,
     "kernels": with_kernels,
     "accelerate": with_accelerate,
 }

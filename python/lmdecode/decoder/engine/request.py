@@ -140,7 +140,6 @@ class RequestState:
         self._driver = driver
         self._changed = threading.Condition()
         self._watchers: set[_Watcher] = set()
-        self._awaited: set[asyncio.Event] = set()  # by tasks, in this moment
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None
         self.beams: BeamResult | None = None
@@ -212,20 +211,17 @@ class RequestState:
     async def next_step(self, changed: asyncio.Event) -> None:
         """Wait for the event; without the engine's thread run a step.
 
-        If the task is cancelled meanwhile and no other one waits, the request is cancelled.
+        If the task is cancelled meanwhile and no other one reads, the request is cancelled.
         """
-        self._awaited.add(changed)
         try:
             if self._driver.is_started:
                 await changed.wait()
             else:
                 await asyncio.to_thread(self._driver.step)
         except asyncio.CancelledError:
-            if self._awaited == {changed}:
+            if all(watcher.changed is changed for watcher in tuple(self._watchers)):
                 self.cancel()
             raise
-        finally:
-            self._awaited.discard(changed)
 
     # ---- the engine's side
 
@@ -268,8 +264,8 @@ class Request:
     If a request fails, its error is raised after its last token.
 
     A request that nobody can read any more is cancelled: when its last reference is dropped, or
-    when the last asyncio task that waits for it is cancelled, as by ``asyncio.wait_for``
-    (``asyncio.shield`` keeps it).
+    when the last asyncio task that reads it is cancelled while it waits, as by
+    ``asyncio.wait_for`` (``asyncio.shield`` keeps it).
     """
 
     def __init__(self, state: RequestState) -> None:
@@ -286,6 +282,9 @@ class Request:
     def __del__(self) -> None:
         if not self.finished:
             self._state.cancel()
+
+    def __copy__(self) -> Request:
+        return self
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

@@ -28,8 +28,8 @@ _OTHER_METHODS = (
 def _home(function: Any) -> str:
     """Return the module that a function was written in, whatever it wraps, with a point behind."""
     while True:
-        if hasattr(function, "_torchdynamo_orig_callable"):
-            function = function._torchdynamo_orig_callable
+        if (inner := _without_torch(function)) is not function:
+            function = inner
         elif isinstance(function, functools.partial):
             function = function.func
         elif ismethod(function):
@@ -39,6 +39,19 @@ def _home(function: Any) -> str:
     if isfunction(function):  # not its __module__, which functools.wraps copies
         return f"{function.__globals__.get('__name__')}."
     return f"{type(function).__module__}."
+
+
+def _without_torch(function: Any) -> Any:
+    """Return what torch has decorated or compiled, as by ``torch.no_grad()``."""
+    while True:
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            function = function._torchdynamo_orig_callable
+        elif isfunction(function) and hasattr(function, "__wrapped__"):
+            if not f"{function.__globals__.get('__name__')}.".startswith("torch."):
+                return function
+            function = function.__wrapped__
+        else:
+            return function
 
 
 def _methods_of(kind: type) -> dict[str, type]:
@@ -61,8 +74,7 @@ def _foreign_method(module: nn.Module, uses_kernels: bool) -> str | None:
         for home in (f"{base.__module__}.", _home(of_class)):
             if not home.startswith(_LIBRARIES):
                 return name
-        compiled = getattr(own, "_torchdynamo_orig_callable", own)
-        if own is None or getattr(compiled, "__func__", None) is of_class:
+        if own is None or getattr(_without_torch(own), "__func__", None) is of_class:
             continue
         if uses_kernels and hasattr(kind, "kernel_layer_name"):
             continue
@@ -98,6 +110,15 @@ def foreign_code(module: nn.Module, *, uses_kernels: bool = False) -> str | None
 def refuse_foreign_code(op: str, model: nn.Module, expected: str) -> None:
     """Raise ValueError if a model, or a module in it, has methods or hooks of foreign code."""
     uses_kernels = bool(getattr(model, "use_kernels", False))
+    of_all = nn.modules.module
+    for hook in [
+        *of_all._global_forward_pre_hooks.values(),
+        *of_all._global_forward_hooks.values(),
+    ]:
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        raise ValueError(
+            f"{op}: all modules have the forward hook {_home(hook)}{name}; expected {expected}"
+        )
     for name, module in model.named_modules():
         found = foreign_code(module, uses_kernels=uses_kernels)
         if found is not None:
