@@ -26,10 +26,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def _engine(decoding: lmdecode.Decoding, requests: int, steps: int, **options: Any) -> None:
     engine = decoding.engine(max_requests=requests, capacity=64, source=len(SOURCE))
-    for _ in range(requests):
+    texts = [
         engine.submit([1], input_ids=SOURCE, max_new_tokens=60, eos_token_id=(), **options)
+        for _ in range(requests)
+    ]
     for _ in range(steps):
         engine.step()
+    del texts  # a request that is dropped is cancelled
 
 
 def _op(decoding: lmdecode.Decoding, requests: int, steps: int, num_beams: int = 1) -> None:

@@ -70,7 +70,7 @@ def draw(decoding: lmdecode.Decoding, **drafts: Any) -> tuple[list[Any], lmdecod
         for _ in range(rng.randrange(3)):
             engine.step()
     finish(engine)
-    return [None if r._is_cancelled else outcome(r.result()) for r in requests], engine
+    return [None if r._state.is_cancelled else outcome(r.result()) for r in requests], engine
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
@@ -307,9 +307,11 @@ def test_prompts_that_begin_alike_are_read_once() -> None:
         max_requests=4, capacity=CAPACITY, max_step_tokens=16, assistant_model=noisy(*LLAMA)
     )
     begin = random_tokens(64).tolist()
-    for n in range(6):
-        engine.submit([*begin, n + 3], max_new_tokens=30, eos_token_id=())
+    requests = [
+        engine.submit([*begin, n + 3], max_new_tokens=30, eos_token_id=()) for n in range(6)
+    ]
     finish(engine)
+    assert all(request.stats.new_tokens == 30 for request in requests)
     reader = drafts_of(engine)._reader
     assert reader.prompt_tokens == 64 + 6 and reader.cached_tokens == 5 * 64
     assert is_empty(drafts_of(engine))

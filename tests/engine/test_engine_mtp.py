@@ -99,11 +99,10 @@ def test_drafts_are_those_of_plain_torch(
 
     monkeypatch.setattr(MtpDrafts, "begin", note_begin)
     monkeypatch.setattr(MtpDrafts, "propose", note)
-    for number in range(2):
-        prompt = random_tokens(30 + number, number).tolist()
-        engine.submit(prompt, max_new_tokens=24, eos_token_id=())
+    prompts = [random_tokens(30 + number, number).tolist() for number in range(2)]
+    requests = [engine.submit(p, max_new_tokens=24, eos_token_id=()) for p in prompts]
     finish(engine)
-    assert len(found) > 10
+    assert all(request.finished for request in requests) and len(found) > 10
     for text, draft in found:
         assert draft == chained(model, text, len(draft))
 
@@ -113,10 +112,10 @@ def test_a_layer_that_agrees_saves_steps() -> None:
     engine = decoding.engine(
         max_requests=2, capacity=CAPACITY, num_assistant_tokens=3, **MTP, **SURE
     )
-    for number in range(2):
-        prompt = random_tokens(9, number).tolist()
-        engine.submit(prompt, max_new_tokens=41, eos_token_id=())
+    prompts = [random_tokens(9, number).tolist() for number in range(2)]
+    requests = [engine.submit(p, max_new_tokens=41, eos_token_id=()) for p in prompts]
     finish(engine)
+    assert all(request.finished for request in requests)
     stats = engine.stats
     assert stats.accepted_tokens == stats.drafted_tokens == 60
     assert stats.steps == 1 + 10
