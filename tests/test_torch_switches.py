@@ -393,6 +393,7 @@ def test_every_public_name_is_in_a_case() -> None:
         "DIALECTS", "BeamCandidates", "BeamFinal", "BeamParameters", "BeamSearchOutput",
         "BeamSequences", "BeamState", "BeamStep", "BeamTrace", "KeptSet", "SampleOutput",
         "SamplerOutput", "VerifyOutput",  # tuples that are returned
+        "Error", "Fingerprint", "Hit", "SamplingParameters", "StoreError",  # without tensors
         "cpu_capabilities", "cpu_capability", "has_cuda",
     }  # fmt: skip
     assert USED <= set(lmdecode.__all__)
