@@ -109,7 +109,8 @@ class GrammarState:
         if self._matcher.is_error():
             reason = self._matcher.stop_reason()
             error = ValueError if reason in ("NoExtension", "NotStopped") else RuntimeError
-            self._grammar.is_spent |= reason == "LexerTooComplex"
+            # Too many ways to go on are one text's; other limits are those of the shared lexer.
+            self._grammar.is_spent |= error is RuntimeError and reason != "ParserTooComplex"
             raise error(f"the grammar {what}: {_one_line(self._matcher.get_error())}")
 
 
