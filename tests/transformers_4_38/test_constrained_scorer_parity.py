@@ -102,7 +102,9 @@ def test_one_choice_of_beams(seed: int, push_progress: bool) -> None:
 
 
 def test_without_constraints() -> None:
-    for module in (lmdecode, oracle):
-        scorer = module.ConstrainedBeamSearchScorer(1, 2, [], "cpu")
-        with pytest.raises(ValueError):
-            scorer.check_completes_constraints([1])
+    """What transformers refuses in its first step is refused before there is one."""
+    theirs = oracle.ConstrainedBeamSearchScorer(1, 2, [], "cpu")
+    with pytest.raises(ValueError):
+        theirs.check_completes_constraints([1])
+    with pytest.raises(ValueError, match="constraints is empty; expected at least one"):
+        lmdecode.ConstrainedBeamSearchScorer(1, 2, [], "cpu")
