@@ -39,7 +39,8 @@ print(calls().decode(), end="")
 OP_CALL = """
 import lmdecode, pathlib, sys, torch
 assert pathlib.Path(lmdecode.__file__).is_relative_to(sys.argv[1]), lmdecode.__file__
-out = lmdecode.top_k_top_p_sample(torch.tensor([[1.0, 3.0, 2.0]]), 2, return_logits=True)
+logits = torch.tensor([[1.0, 3.0, 2.0]])
+out = lmdecode.top_k_top_p_sample(logits, 2, greedy=True, return_logits=True)
 print(out.index.tolist(), out.kept_logits.tolist())
 """
 
