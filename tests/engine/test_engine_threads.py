@@ -140,6 +140,7 @@ def test_a_task_that_is_cancelled_cancels_its_request(
         other = asyncio.create_task(shared.wait())
         tasks = [asyncio.create_task(read(request)) for request in (streamed, shared)]
         tasks.append(asyncio.create_task(awaited.wait()))
+        await asyncio.sleep(0)  # they begin to wait
         while not streamed.stats.new_tokens:
             await asyncio.sleep(0.001)
         for task in tasks:
