@@ -263,12 +263,9 @@ void StoreEngine::run_flush_timer() {
   while (!stopping_) {
     timer_.wait_for(lock, std::chrono::milliseconds(options_.flush_interval_ms));
     if (stopping_ || !commits_.has_changes()) continue;
-    ++active_;
     lock.unlock();
-    slabs_->sync();  // most of it, while puts go on; an error comes again
+    slabs_->sync();  // most of it, while puts go on; an error comes again. close() waits for this
     lock.lock();
-    --active_;
-    idle_.notify_all();
     commits_.commit(lock);
   }
 }
