@@ -14,7 +14,7 @@ from tests.support.contracts import LAYOUTS, Call, Contract, raw
 
 __all__ = ["AREAS", "DTYPES", "FORMATS", "Kinds", "Parts", "kinds_of", "laid_out"]
 
-AREAS = ("sampling", "beam", "kv_cache", "attention", "linear", "decoder")
+AREAS = ("sampling", "beam", "kv_cache", "attention", "linear", "decoder", "texts")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 
@@ -30,9 +30,11 @@ _NO_RESULTS = ("workspace", "copies")
 class Kinds(dict[str, tuple[int, Kind]]):
     """The kinds of an area by name, and how often each is drawn."""
 
-    def __init__(self, area: str) -> None:
+    def __init__(self, area: str, *, has_ops: bool = True) -> None:
         """Begin with the calls of the contracts of an area's ops."""
         super().__init__()
+        if not has_ops:
+            return
         contracts: list[Contract] = importlib.import_module(f"tests.{area}.contracts").CONTRACTS
         small = [(contract, make) for contract in contracts for make in contract.calls.values()]
 
