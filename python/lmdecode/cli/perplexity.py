@@ -16,7 +16,7 @@ from lmdecode._checks import check_format, install_hint
 from lmdecode._tables import aligned_table
 from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
-from lmdecode.formats.gguf import is_gguf, load_tokenizer
+from lmdecode.formats.gguf import is_gguf, load_tokenizer, tokenizer_path
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.quality import Perplexity, bits_per_weight, perplexity
 
@@ -88,7 +88,8 @@ def _read(model: Path, text: Path, limit: int | None) -> tuple[Tensor, int | Non
     except ImportError as error:
         raise _CommandError(f"needs transformers: {install_hint('transformers')}") from error
     written = text.read_text(encoding="utf-8")
-    tokenizer = load_tokenizer(model) if is_gguf(model) else AutoTokenizer.from_pretrained(model)
+    read = load_tokenizer if tokenizer_path(model) else AutoTokenizer.from_pretrained
+    tokenizer = read(model)
     bos = tokenizer.bos_token_id
     if bos is not None and tokenizer("a").input_ids[0] != bos:
         bos = None

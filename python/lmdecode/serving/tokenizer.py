@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmdecode._checks import install_hint, type_error
-from lmdecode.formats.gguf import is_gguf, read_tokenizer
+from lmdecode.formats.gguf import read_tokenizer, tokenizer_path
 from lmdecode.serving.text_stream import CLEAN_UP, Stage, TextReplace, stages_of
 
 __all__ = ["TextStream", "Tokenizer"]
@@ -175,8 +175,8 @@ class Tokenizer:
             The package ``tokenizers`` is missing, or transformers for an older form.
         """
         _tokenizers()
-        if is_gguf(path):
-            return _of_gguf(path)
+        if (file := tokenizer_path(path)) is not None:
+            return _of_gguf(file)
         folder = Path(path)
         if not folder.is_dir():
             raise FileNotFoundError(f"Tokenizer.load: there is no file or folder {folder}")

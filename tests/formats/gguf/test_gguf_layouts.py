@@ -228,7 +228,7 @@ BAD_ENTRIES: list[tuple[str, str, Any, str]] = [
     ("qwen3_next", "ssm.time_step_rank", _HUGE, "for qwen3next.ssm.time_step_rank; expected at"),
     ("qwen3_next", "rope.dimension_count", _HUGE, "rope.dimension_count; expected at most"),
     ("qwen3_next", "attention.key_length", _HUGE, "attention.key_length; expected at most"),
-    ("lfm2_moe", "expert_gating_func", 1, "has an expert_gating_func 1; expected 2, a sigmoid"),
+    ("lfm2_moe", "expert_gating_func", 1, "expert_gating_func 'softmax'; expected 'sigmoid'"),
     ("lfm2_moe", "leading_dense_block_count", 2, "in the layers []; expected none in the first 2"),
     ("gemma4_text", "expert_used_count", 7, "has 7 experts of a token; expected at most 6"),
     ("lfm2_moe", "expert_used_count", 7, "has 7 experts of a token; expected at most 6"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmdecode.formats.gguf import GgufFile, is_gguf
+from lmdecode.formats.gguf import GgufFile, is_gguf, reader
 from lmdecode.linear.quantized_weight import KINDS, QuantizedWeight
 from tests.formats.gguf.raw_gguf import (
     ARRAY,
@@ -177,7 +177,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a type that ggml does not have": (
         file_of([], [tensor("a", (32,), 99)], bytes(64)), "'a' is of the type of number 99"),
     "a type that there is not here": (
-        file_of([], [tensor("a", (256,), 16)], bytes(64)), "'a' is of the type of number 16"),
+        file_of([], [tensor("a", (256,), 16)], bytes(64)), "'a' is of the type IQ2_XXS; expe"),
     "rows that are no whole blocks": (
         file_of([], [tensor("a", (48, 2), 2)], bytes(64)),
         "'a' has rows of 48 elements; expected a multiple of 32, as its type is Q4_0"),
@@ -243,3 +243,8 @@ def test_which_paths_are_of_such_files(tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(OSError):
         GgufFile(tmp_path / "e.gguf")
+
+
+def test_types_are_called_as_the_package_calls_them() -> None:
+    known = {**reader._BLOCKS, **reader._OTHERS, 0: "F32", 1: "F16", 30: "BF16"}
+    assert known == {kind.value: kind.name for kind in gguf.GGMLQuantizationType}

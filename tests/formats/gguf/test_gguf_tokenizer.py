@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 import lmdecode
 from lmdecode.formats.gguf import load_tokenizer, read_tokenizer
 from lmdecode.formats.gguf.splits import SPLITS
+from lmdecode.serving.tokenizer import Tokenizer
 from tests.support.causal_models import model_of, random_config
 from tests.support.gguf_files import write_file, write_model
 
@@ -254,3 +256,97 @@ def test_what_is_wrong_is_named(case: tuple[Any, str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(case[1])) as raised:
         load_tokenizer(path)
     assert str(path) in str(raised.value)
+
+
+def _tied(path: Path, pieces: dict[str, float], *entries: Any) -> Path:
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>", *BYTES, *pieces])
+        writer.add_token_scores([-1000.0] * 259 + list(pieces.values()))
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    write_file(path, "llama", {}, add, *entries)
+    return path
+
+
+def _merged(text: str, scores: dict[str, float]) -> list[str]:
+    """Return the pieces of a text: of all pairs the best, of equal ones the leftmost, in turn."""
+    parts = list(text)
+    while found := [(-scores[parts[i] + parts[i + 1]], i) for i in range(len(parts) - 1)
+                    if parts[i] + parts[i + 1] in scores]:  # fmt: skip
+        _, i = min(found)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def _random_pieces(seed: int, num_scores: int) -> dict[str, float]:
+    generator = random.Random(seed)
+    pieces = [*"abcd", SPACE]
+    while len(pieces) < 60:
+        piece = generator.choice(pieces) + generator.choice(pieces)
+        inner = SPACE in piece.lstrip(SPACE) and seed % 2
+        if len(piece) < 7 and piece not in pieces and not inner:
+            pieces.append(piece)
+    return {piece: -float(generator.randrange(num_scores)) for piece in pieces}
+
+
+@pytest.mark.parametrize("num_scores", [1, 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_of_the_same_score_merge_leftmost_first(
+    seed: int, num_scores: int, tmp_path: Path
+) -> None:
+    """As in llama.cpp b11739: the rule here gave its tokens in all of 2 000 texts of 20 files."""
+    pieces, generator = _random_pieces(seed, num_scores), random.Random(seed)
+    path = _tied(tmp_path / "m.gguf", pieces)
+    tokenizer, own = load_tokenizer(path), Tokenizer.load(path)
+    names = ["<unk>", "<s>", "</s>", *BYTES, *pieces]
+    for _ in range(50):
+        text = "".join(generator.choices("abcd é", k=generator.choice([2, 9, 40])))
+        expected = []
+        for piece in _merged(SPACE + text.replace(" ", SPACE), pieces):
+            in_bytes = [f"<0x{byte:02X}>" for byte in piece.encode()]
+            expected += [piece] if piece in pieces else in_bytes
+        assert [names[i] for i in tokenizer(text).input_ids] == ["<s>", *expected]
+        assert own.encode(text) == tokenizer(text).input_ids
+        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+
+
+def test_llama_cpps_tokens_of_the_same_score(tmp_path: Path) -> None:
+    """Seen of llama.cpp b11739; by the order of merges it would be d, ce and a, bc."""
+    path = _tied(
+        tmp_path / "m.gguf", dict.fromkeys([SPACE, *"abcde", "ce", "dc", "bc", "ab"], -1e3)
+    )
+    pieces = load_tokenizer(path).tokenize("dceabc")
+    assert pieces == [SPACE, "dc", "e", "ab", "c"]
+
+
+def test_a_saved_model_keeps_pieces_of_the_same_score(tmp_path: Path) -> None:
+    """A tokenizer.json cannot say what they do: the folder has a GGUF file without tensors."""
+    pieces = dict.fromkeys([SPACE, *"abcde", "ce", "dc", "bc", "ab"], -1000.0)
+
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>", *pieces])
+        writer.add_token_scores([-1000.0] * (3 + len(pieces)))
+        writer.add_token_types([2, 3, 3] + [1] * len(pieces))
+        writer.add_chat_template("{{ messages[0]['content'] }}!")
+
+    model = model_of(random_config("llama", "plain", vocab_size=3 + len(pieces)))
+    write_model(tmp_path / "m.gguf", model, add)
+    lmdecode.Decoding.from_pretrained(tmp_path / "m.gguf").save(tmp_path / "saved")
+    lmdecode.Decoding.load(tmp_path / "saved").save(tmp_path / "again")
+    for folder in ("saved", "again"):
+        assert not (tmp_path / folder / "tokenizer.json").exists()
+        saved, own = load_tokenizer(tmp_path / folder), Tokenizer.load(tmp_path / folder)
+        ids = load_tokenizer(tmp_path / "m.gguf")("dceabc").input_ids
+        assert saved("dceabc").input_ids == own.encode("dceabc") == ids
+        assert own.chat_template == saved.chat_template == "{{ messages[0]['content'] }}!"
+
+
+def test_merges_of_a_file_of_pieces_with_scores_are_left_aside(tmp_path: Path) -> None:
+    """As in llama.cpp: the scores alone say what goes first."""
+    merges = _tied(tmp_path / "m.gguf", {SPACE: -1.0, "a": -2.0, "b": -3.0, "ab": -5.0, "ba": -4.0},
+                   lambda writer: writer.add_token_merges(["a b", "b a"]))  # fmt: skip
+    assert load_tokenizer(merges).tokenize("aba") == [SPACE, "a", "ba"]

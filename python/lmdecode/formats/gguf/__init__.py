@@ -6,9 +6,10 @@ from lmdecode.formats.gguf.tokenizer import (
     load_tokenizer,
     read_tokenizer,
     tokenizer_files,
+    tokenizer_path,
 )
 
 __all__ = [
     "GgufFile", "GgufTokenizer", "TensorInfo", "is_gguf", "load_tokenizer", "read_tokenizer",
-    "tokenizer_files",
+    "tokenizer_files", "tokenizer_path",
 ]  # fmt: skip

@@ -6,7 +6,10 @@ from typing import Any
 
 from lmdecode.formats.gguf.facts import Facts, refused
 
-__all__ = ["check_all_turned", "common", "head_size_of", "plain_rope", "refuse_scaled_rope"]
+__all__ = [
+    "check_all_turned", "common", "has_query_bias", "head_size_of", "layers_that_slide",
+    "plain_rope", "rope_of",
+]  # fmt: skip
 
 
 def common(facts: Facts) -> dict[str, Any]:
@@ -37,13 +40,63 @@ def check_all_turned(facts: Facts, key: str, head_size: int) -> None:
         )
 
 
-def refuse_scaled_rope(facts: Facts) -> None:
-    """Refuse a rotary embedding with a scaling."""
-    if (kind := facts.text("rope.scaling.type", "none")) != "none":
-        raise refused(facts.file, f"has a rope.scaling.type {kind!r}; expected none")
+def rope_of(facts: Facts, head_size: int | None = None) -> dict[str, Any]:
+    """Return a rotary embedding as llama.cpp reads it, of all of a head where its size is given.
+
+    A factor without a type is linear; yarn without a length takes the context's. Llama 3's factors
+    are a tensor: see model.
+    """
+    if head_size is not None:
+        check_all_turned(facts, "rope.dimension_count", head_size)
+    kind = facts.text("rope.scaling.type", "linear")
+    kind = "longrope" if "rope_factors_long.weight" in facts.file.tensors else kind
+    if kind not in ("none", "linear", "yarn"):
+        raise refused(
+            facts.file,
+            f"has a rotary embedding of the type {kind!r}; expected none, linear or yarn, whose "
+            "frequencies do not depend on the length of the text",
+        )
+    is_needed = facts.has("rope.scaling.type") and kind != "none"
+    is_needed &= not facts.has("rope.scale_linear")  # the name in older files
+    older = None if is_needed else facts.number("rope.scale_linear", 1.0)
+    factor = facts.number("rope.scaling.factor", older)
+    for key in ("yarn_attn_factor", "yarn_ext_factor", "attn_factor"):
+        if facts.number(f"rope.scaling.{key}", 1.0) != 1.0:
+            raise refused(facts.file, f"has a rope.scaling.{key} other than 1; expected 1")
+    context = facts.count("context_length")
+    yarn = {
+        "original_max_position_embeddings": facts.count(
+            "rope.scaling.original_context_length", context
+        ),
+        "beta_fast": facts.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": facts.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    rope = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 1e4)}
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return rope
+    return {**rope, **(yarn if kind == "yarn" else {}), "rope_type": kind, "factor": factor}
 
 
-def plain_rope(facts: Facts, theta: float) -> dict[str, Any]:
-    """Return a rotary embedding without scaling; ``theta`` is the default of its base."""
-    refuse_scaled_rope(facts)
-    return {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", theta)}
+def plain_rope(facts: Facts, head_size: int | None = None) -> dict[str, Any]:
+    """Return a rotary embedding without scaling: see ``rope_of``."""
+    rope = rope_of(facts, head_size)
+    if (kind := rope["rope_type"]) != "default":
+        raise refused(facts.file, f"has a rotary embedding of the type {kind!r}; expected none")
+    return rope
+
+
+def layers_that_slide(facts: Facts, layers: int, period: int) -> list[bool]:
+    """Return whether each layer has a window: as the file says by a list or by a period.
+
+    A period's last layer has none; by a period of 0 all have one.
+    """
+    key = "attention.sliding_window_pattern"
+    if facts.is_list(key):
+        return [slides != 0 for slides in facts.counts(key, layers)]
+    period = facts.count(key, period, least=0)
+    return [period == 0 or i % period < period - 1 for i in range(layers)]
+
+
+def has_query_bias(facts: Facts) -> bool:
+    """Whether queries have a bias, in a tensor of their own or in one with keys and values."""
+    return any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in facts.file.tensors)

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lmdecode.formats.gguf.common_config import check_all_turned, common, head_size_of
+from lmdecode.formats.gguf.common_config import (
+    common,
+    has_query_bias,
+    head_size_of,
+    layers_that_slide,
+    plain_rope,
+    rope_of,
+)
 from lmdecode.formats.gguf.expert_config import (
     expert_counts,
     expert_size,
@@ -26,10 +33,6 @@ __all__ = ["CONFIGS", "config_entries"]
 def _special_tokens(facts: Facts, vocab_size: int) -> dict[str, int | None]:
     names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
     return {name: facts.token(f"{key}_token_id", vocab_size) for key, name in names.items()}
-
-
-def _vocab_size(facts: Facts) -> int:
-    return facts.shape("token_embd.weight")[0]
 
 
 def _head_sizes(facts: Facts) -> dict[str, int]:
@@ -67,51 +70,22 @@ def _common(facts: Facts) -> dict[str, Any]:
         **entries,
         "num_hidden_layers": facts.count("block_count"),
         "intermediate_size": _ffn_size(facts),
-        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": facts.number(
+            "attention.layer_norm_rms_epsilon", 1e-6 if facts.is_ollamas else None
+        ),
         **heads,
-        **_special_tokens(facts, entries["vocab_size"]),
     }
-
-
-def _rope(facts: Facts, head_size: int) -> dict[str, Any]:
-    """Return the rotary embedding of all of a head; Llama 3's factors are a tensor: see model."""
-    check_all_turned(facts, "rope.dimension_count", head_size)
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": facts.number("rope.freq_base", 1e4),
-    }
-    kind = facts.text("rope.scaling.type", "none")
-    if "rope_factors_long.weight" in facts.file.tensors or kind not in ("none", "linear", "yarn"):
-        kind = "longrope" if kind in ("none", "linear", "yarn") else kind
-        raise refused(
-            facts.file,
-            f"has a rotary embedding of the type {kind!r}; expected none, linear or yarn, whose "
-            "frequencies do not depend on the length of the text",
-        )
-    if kind == "none":
-        return rope
-    rope |= {"rope_type": kind, "factor": facts.number("rope.scaling.factor")}
-    if kind == "yarn":
-        for key in ("yarn_attn_factor", "yarn_ext_factor", "attn_factor"):
-            if facts.number(f"rope.scaling.{key}", 1.0) != 1.0:
-                raise refused(facts.file, f"has a rope.scaling.{key} other than 1; expected 1")
-        length = facts.count("rope.scaling.original_context_length")
-        rope["original_max_position_embeddings"] = length
-        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-            rope[name] = facts.number(f"rope.scaling.yarn_{name}", default)
-    return rope
 
 
 def _with_rope(facts: Facts) -> dict[str, Any]:
     entries = _common(facts)
-    return {**entries, "rope_parameters": _rope(facts, entries["head_dim"])}
+    return {**entries, "rope_parameters": rope_of(facts, entries["head_dim"])}
 
 
 def _biases(facts: Facts) -> dict[str, Any]:
-    tensors = facts.file.tensors
     return {
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "attention_bias": has_query_bias(facts),
+        "mlp_bias": "blk.0.ffn_up.bias" in facts.file.tensors,
     }
 
 
@@ -146,7 +120,7 @@ def _olmo2(facts: Facts) -> dict[str, Any]:
     return {
         **_with_rope(facts),
         "model_type": "olmo2",
-        "attention_bias": "blk.0.attn_q.bias" in facts.file.tensors,
+        "attention_bias": has_query_bias(facts),
     }
 
 
@@ -155,8 +129,7 @@ def _qwen2(facts: Facts) -> dict[str, Any]:
 
 
 def _qwen3(facts: Facts) -> dict[str, Any]:
-    bias = "blk.0.attn_q.bias" in facts.file.tensors
-    return {**_qwen2(facts), "model_type": "qwen3", "attention_bias": bias}
+    return {**_qwen2(facts), "model_type": "qwen3", "attention_bias": has_query_bias(facts)}
 
 
 def _phi3(facts: Facts) -> dict[str, Any]:
@@ -165,9 +138,7 @@ def _phi3(facts: Facts) -> dict[str, Any]:
     size = facts.count("rope.dimension_count", head_size)
     if size > head_size or size % 2:
         raise refused(facts.file, f"turns {size} of {head_size} features of a head; expected fewer")
-    rope = _rope(facts, size)
-    if rope["rope_type"] != "default":
-        raise refused(facts.file, f"has a rope.scaling.type {rope['rope_type']!r}; expected none")
+    rope = plain_rope(facts)
     return {
         **entries,
         "model_type": "phi3",
@@ -178,7 +149,7 @@ def _phi3(facts: Facts) -> dict[str, Any]:
 
 
 def _gemma(facts: Facts, layers_of_27b: int, period: int, window: int) -> dict[str, Any]:
-    """Return the config entries that Gemma 2 and 3 share; every ``period``-th layer has no window.
+    """Return the config entries that Gemma 2 and 3 share; see ``layers_that_slide`` of ``period``.
 
     A file need not have the scale of the scores. Models of 27 billion weights have a different
     scale from the others; as in llama.cpp, their number of layers identifies them.
@@ -189,12 +160,12 @@ def _gemma(facts: Facts, layers_of_27b: int, period: int, window: int) -> dict[s
     if facts.has("attention.scale"):
         scalar = round(facts.number("attention.scale") ** -2)
     window = facts.count("attention.sliding_window", window, least=0)
-    is_full = [window == 0 or (i + 1) % period == 0 for i in range(layers)]
+    slides = layers_that_slide(facts, layers, period)
     return {
         **entries,
         "query_pre_attn_scalar": scalar,
         "sliding_window": window or None,
-        "layer_types": ["full_attention" if full else "sliding_attention" for full in is_full],
+        "layer_types": ["sliding_attention" if window and s else "full_attention" for s in slides],
         "use_bidirectional_attention": False,
         "final_logit_softcapping": facts.number("final_logit_softcapping")
         if facts.has("final_logit_softcapping")
@@ -209,19 +180,27 @@ def _gemma2(facts: Facts) -> dict[str, Any]:
         "model_type": "gemma2",
         "final_logit_softcapping": entries["final_logit_softcapping"] or 30.0,
         "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
-        "rope_parameters": _rope(facts, entries["head_dim"]),
+        "rope_parameters": rope_of(facts, entries["head_dim"]),
     }
 
 
 def _gemma3(facts: Facts) -> dict[str, Any]:
     entries = _gemma(facts, 62, 6, 0)
-    local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 1e4)}
+    rope = rope_of(facts, entries["head_dim"])
+    local = facts.number("rope.freq_base_swa", 1e4)
+    if facts.is_ollamas:  # its names and defaults; and it leaves logits as they are
+        local = facts.number("rope.local.freq_base", local)
+        known = facts.number("rope.freq_base", 1e6)
+        rope["rope_theta"] = facts.number("rope.global.freq_base", known)
+        if entries["max_position_embeddings"] >= 131072 and not facts.has("rope.scaling.factor"):
+            rope |= {"rope_type": "linear", "factor": 8.0}
+        entries["final_logit_softcapping"] = None
     return {
         **entries,
         "model_type": "gemma3_text",
         "rope_parameters": {
-            "full_attention": _rope(facts, entries["head_dim"]),
-            "sliding_attention": local,
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
     }
 
@@ -241,7 +220,6 @@ def _gpt2(facts: Facts) -> dict[str, Any]:
         "n_inner": facts.count("feed_forward_length"),
         "layer_norm_epsilon": facts.number("attention.layer_norm_epsilon"),
         "tie_word_embeddings": "output.weight" not in facts.file.tensors,
-        **_special_tokens(facts, vocab_size),
     }
 
 
@@ -267,7 +245,7 @@ def _olmoe(facts: Facts) -> dict[str, Any]:
         "intermediate_size": expert_size(facts),
         "norm_topk_prob": False,  # in llama.cpp, too
         "clip_qkv": None,
-        "attention_bias": "blk.0.attn_q.bias" in facts.file.tensors,
+        "attention_bias": has_query_bias(facts),
     }
 
 
@@ -285,50 +263,44 @@ def _granitemoe(facts: Facts) -> dict[str, Any]:
 
 def _gpt_oss(facts: Facts) -> dict[str, Any]:
     entries = _common(facts)
-    layers, rope = entries["num_hidden_layers"], _rope(facts, entries["head_dim"])
+    layers, rope = entries["num_hidden_layers"], rope_of(facts, entries["head_dim"])
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False
-    kinds = ("sliding_attention", "full_attention")
+    slides = layers_that_slide(facts, layers, 2)
     return {
         **entries,
         **expert_counts(facts, "num_local_experts"),
         "model_type": "gpt_oss",
         "intermediate_size": expert_size(facts),
-        "attention_bias": "blk.0.attn_q.bias" in facts.file.tensors,
+        "attention_bias": has_query_bias(facts),
         "sliding_window": facts.count("attention.sliding_window"),
-        "layer_types": [kinds[i % 2] for i in range(layers)],
+        "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
         "rope_parameters": rope,
     }
 
 
-def _with_special_tokens(
-    entries_of: Callable[[Facts], dict[str, Any]],
-) -> Callable[[Facts], dict[str, Any]]:
-    return lambda facts: {**entries_of(facts), **_special_tokens(facts, _vocab_size(facts))}
-
-
 CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
-    "falcon-h1": _with_special_tokens(falcon_h1),
+    "falcon-h1": falcon_h1,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "gemma4": _with_special_tokens(gemma4),
+    "gemma4": gemma4,
     "gpt2": _gpt2,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
-    "granitehybrid": _with_special_tokens(granitehybrid),
+    "granitehybrid": granitehybrid,
     "granitemoe": _granitemoe,
-    "lfm2": _with_special_tokens(lfm2),
-    "lfm2moe": _with_special_tokens(lfm2moe),
+    "lfm2": lfm2,
+    "lfm2moe": lfm2moe,
     "llama": _llama,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
-    "qwen35": _with_special_tokens(qwen35),
-    "qwen35moe": _with_special_tokens(qwen35moe),
+    "qwen35": qwen35,
+    "qwen35moe": qwen35moe,
     "qwen3moe": _qwen3_moe,
-    "qwen3next": _with_special_tokens(qwen3next),
+    "qwen3next": qwen3next,
     "smollm3": _smollm3,
 }
 
@@ -375,4 +347,6 @@ def config_entries(facts: Facts) -> dict[str, Any]:
             f"has token_embd.weight of shape {list(embedding)}; expected [tokens, "
             f"{facts.count('embedding_length')}]",
         )
-    return CONFIGS[facts.architecture](facts)
+    entries = CONFIGS[facts.architecture](facts)
+    facts.check_all_read()
+    return {**entries, **_special_tokens(facts, embedding[0])}

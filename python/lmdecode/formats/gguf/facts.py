@@ -6,11 +6,13 @@ from array import array
 from functools import cached_property
 from typing import Any
 
+from lmdecode.formats.gguf.keys import unread
 from lmdecode.formats.gguf.reader import GgufFile
 
 __all__ = ["Facts", "refused"]
 
 _MAX_COUNT = (1 << 31) - 1
+_OF_OLLAMA = ("rope.global.freq_base", "rope.local.freq_base", "mm.tokens_per_image")
 
 
 def refused(file: GgufFile, what: str) -> ValueError:
@@ -29,10 +31,13 @@ class Facts:
     ----------
     architecture : str
         The file's ``general.architecture``.
+    asked : set of str
+        Keys that something has been read by, or looked for.
     """
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
+        self.asked = set[str]()
         self.architecture: str = self._whole("general.architecture", str, "a name")
 
     def _whole(self, key: str, kind: type, expected: str) -> Any:
@@ -41,13 +46,38 @@ class Facts:
             raise refused(self.file, f"has {value!r} for {key}; expected {expected}")
         return value
 
+    def _name(self, key: str) -> str:
+        self.asked.add(key)
+        return f"{self.architecture}.{key}"
+
     def has(self, key: str) -> bool:
         """Whether there is an entry."""
-        return f"{self.architecture}.{key}" in self.file.metadata
+        return self._name(key) in self.file.metadata
+
+    @cached_property
+    def is_ollamas(self) -> bool:
+        """Whether it is a Gemma with a mark of Ollama's converter, which leaves out much."""
+        marks = {f"{self.architecture}.{key}" for key in _OF_OLLAMA}
+        marks |= {f"tokenizer.ggml.add_{name}_token" for name in ("padding", "unknown")}
+        of_images = any(name.startswith(("v.", "mm.")) for name in self.file.tensors)
+        is_gemma = self.architecture in ("gemma2", "gemma3")
+        return is_gemma and (of_images or not marks.isdisjoint(self.file.metadata))
+
+    def is_list(self, key: str) -> bool:
+        """Whether there is an entry that is a list."""
+        return _is_list(self.file.metadata.get(self._name(key)))
+
+    def check_all_read(self) -> None:
+        """Refuse an entry that nobody has asked for, unless it is known to have no effect."""
+        prefix = f"{self.architecture}."
+        for name, value in self.file.metadata.items():
+            key = name.removeprefix(prefix)
+            if name.startswith(prefix) and key not in self.asked and (why := unread(key, value)):
+                raise refused(self.file, f"has {_shown(value)} for {name}, {why}")
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """Return an int; a list of one for each layer must have the same for all."""
-        name = f"{self.architecture}.{key}"
+        name = self._name(key)
         value = self.file.metadata.get(name, default)
         if isinstance(value, array) and len(set(value)) == 1:
             value = value[0]
@@ -78,7 +108,7 @@ class Facts:
 
     def counts(self, key: str, length: int) -> list[int]:
         """Return a list of as many ints or flags, each at least 0; one int stands for all."""
-        name = f"{self.architecture}.{key}"
+        name = self._name(key)
         value: Any = self.file.metadata.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool)
         numbers = [value] * length if whole else list(value) if _is_list(value) else []
@@ -92,7 +122,7 @@ class Facts:
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number above 0, neither tiny nor huge."""
-        name = f"{self.architecture}.{key}"
+        name = self._name(key)
         value: Any = self.file.metadata.get(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 1e-30 <= value <= 1e30:
@@ -101,7 +131,7 @@ class Facts:
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a flag."""
-        name = f"{self.architecture}.{key}"
+        name = self._name(key)
         value = self.file.metadata.get(name, default)
         if not isinstance(value, bool):
             raise refused(self.file, f"has {_shown(value)} for {name}; expected True or False")
@@ -109,7 +139,7 @@ class Facts:
 
     def text(self, key: str, default: str) -> str:
         """Return a string."""
-        name = f"{self.architecture}.{key}"
+        name = self._name(key)
         value = self.file.metadata.get(name, default)
         if not isinstance(value, str):
             raise refused(self.file, f"has {_shown(value)} for {name}; expected a name")

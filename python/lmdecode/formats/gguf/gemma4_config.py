@@ -9,7 +9,7 @@ from torch import Tensor
 from lmdecode.formats.gguf.common_config import (
     check_all_turned,
     head_size_of,
-    refuse_scaled_rope,
+    plain_rope,
 )
 from lmdecode.formats.gguf.expert_config import expert_counts
 from lmdecode.formats.gguf.facts import Facts, refused
@@ -72,9 +72,9 @@ def _experts(facts: Facts) -> dict[str, Any]:
 
 def _softcap(facts: Facts) -> float | None:
     """Return what caps logits: 0 stands for nothing, and nothing for 30."""
-    if facts.file.metadata.get("gemma4.final_logit_softcapping") == 0:
-        return None
-    return facts.number("final_logit_softcapping", 30.0)
+    key = "final_logit_softcapping"
+    is_none = facts.has(key) and facts.file.metadata[f"gemma4.{key}"] == 0
+    return None if is_none else facts.number(key, 30.0)
 
 
 def _shared_layers(facts: Facts, layers: int) -> int:
@@ -117,7 +117,6 @@ def gemma4(facts: Facts) -> dict[str, Any]:
     shared = _shared_layers(facts, layers)
     slides = [bool(s) for s in facts.counts("attention.sliding_window_pattern", layers)]
     head_size, global_size = head_size_of(facts, suffix="_swa"), head_size_of(facts)
-    refuse_scaled_rope(facts)
     check_all_turned(facts, "rope.dimension_count_swa", head_size)
     first_full = slides.index(False) if False in slides else 0
     heads = facts.count("attention.head_count")
@@ -154,8 +153,8 @@ def gemma4(facts: Facts) -> dict[str, Any]:
                 "rope_theta": facts.number("rope.freq_base_swa", 1e4),
             },
             "full_attention": {
+                **plain_rope(facts, global_size),
                 "rope_type": "proportional",
-                "rope_theta": facts.number("rope.freq_base", 1e4),
                 "partial_rotary_factor": _turned_share(facts, global_size),
             },
         },

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lmdecode.formats.gguf.common_config import (
-    check_all_turned,
     common,
+    has_query_bias,
     head_size_of,
     plain_rope,
 )
@@ -69,17 +69,12 @@ def _common(facts: Facts) -> dict[str, Any]:
         "num_hidden_layers": facts.count("block_count"),
         "head_dim": head_size_of(facts, max(1, size // heads)),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "attention_bias": _any(facts, ".attn_q.bias"),
+        "attention_bias": has_query_bias(facts),
         **_sizes(facts),
         "mamba_d_conv": facts.size("ssm.conv_kernel"),
         "mamba_conv_bias": _any(facts, ".ssm_conv1d.bias"),
         "mamba_proj_bias": False,
     }
-
-
-def _rope(facts: Facts, head_size: int) -> dict[str, Any]:
-    check_all_turned(facts, "rope.dimension_count", head_size)
-    return plain_rope(facts, 1e4)
 
 
 def granitehybrid(facts: Facts) -> dict[str, Any]:
@@ -91,10 +86,9 @@ def granitehybrid(facts: Facts) -> dict[str, Any]:
         )
     entries = _common(facts)
     key_heads, heads = key_heads_of(facts, entries["num_hidden_layers"])
-    rope: dict[str, Any] = {"position_embedding_type": None}
-    if facts.flag("rope.scaling.finetuned", True):  # llama.cpp's switch of positions
-        turned = _rope(facts, entries["head_dim"])
-        rope = {"position_embedding_type": "rope", "rope_parameters": turned}
+    rope: dict[str, Any] = {"rope_parameters": plain_rope(facts, entries["head_dim"])}
+    turns = facts.flag("rope.scaling.finetuned", True)  # llama.cpp's switch of positions
+    rope["position_embedding_type"] = "rope" if turns else None
     inner_features = facts.count("feed_forward_length")
     ffn: dict[str, Any] = {
         "num_local_experts": 0,
@@ -132,5 +126,5 @@ def falcon_h1(facts: Facts) -> dict[str, Any]:
         "mamba_rms_norm": _any(facts, ".ssm_norm.weight"),
         "mamba_norm_before_gate": False,  # in llama.cpp, too, whatever the model
         "projectors_bias": False,
-        "rope_parameters": _rope(facts, entries["head_dim"]),
+        "rope_parameters": plain_rope(facts, entries["head_dim"]),
     }

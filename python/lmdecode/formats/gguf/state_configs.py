@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmdecode.formats.gguf.common_config import common, plain_rope
+from lmdecode.formats.gguf.common_config import common, head_size_of, plain_rope
 from lmdecode.formats.gguf.expert_config import (
     expert_counts,
     expert_size,
@@ -14,7 +14,7 @@ from lmdecode.formats.gguf.facts import Facts, refused
 
 __all__ = ["key_heads_of", "lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe"]
 
-_SIGMOID = 2  # of expert_gating_func
+_GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax of those chosen"}  # of expert_gating_func
 
 
 def key_heads_of(facts: Facts, layers: int) -> tuple[list[int], int]:
@@ -36,8 +36,11 @@ def _convolutions(facts: Facts) -> dict[str, Any]:
         )
     layers = facts.count("block_count")
     key_heads, heads = key_heads_of(facts, layers)
+    entries = common(facts)
+    size = head_size_of(facts, entries["hidden_size"] // entries["num_attention_heads"])
     return {
-        **common(facts),
+        **entries,
+        "head_dim": size,
         "intermediate_size": facts.count("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_key_value_heads": heads,
@@ -45,7 +48,7 @@ def _convolutions(facts: Facts) -> dict[str, Any]:
         "norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": facts.size("shortconv.l_cache"),
         "conv_bias": False,
-        "rope_parameters": plain_rope(facts, 1e6),
+        "rope_parameters": plain_rope(facts, size),
     }
 
 
@@ -60,10 +63,9 @@ def lfm2(facts: Facts) -> dict[str, Any]:
 
 def lfm2moe(facts: Facts) -> dict[str, Any]:
     """Return the config entries of LFM2 with experts, behind some layers without."""
-    if (gating := facts.count("expert_gating_func")) != _SIGMOID:
-        raise refused(
-            facts.file, f"has an expert_gating_func {gating}; expected {_SIGMOID}, a sigmoid"
-        )
+    gating = facts.count("expert_gating_func", least=0)
+    if (name := _GATINGS.get(gating, f"of number {gating}")) != "sigmoid":
+        raise refused(facts.file, f"has an expert_gating_func {name!r}; expected 'sigmoid'")
     entries = _convolutions(facts)
     layers = entries["num_hidden_layers"]
     dense = facts.size("leading_dense_block_count", 0, least=0)
@@ -114,7 +116,7 @@ def _delta_rules(facts: Facts) -> dict[str, Any]:
         "linear_num_key_heads": facts.size("ssm.group_count"),
         "linear_num_value_heads": heads,
         # A text alone has one position where an image has three: sections change nothing.
-        "rope_parameters": {**plain_rope(facts, 1e7), "partial_rotary_factor": turned / head_size},
+        "rope_parameters": {**plain_rope(facts), "partial_rotary_factor": turned / head_size},
     }
 
 

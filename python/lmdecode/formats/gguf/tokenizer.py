@@ -16,15 +16,18 @@ from typing import Any
 
 from lmdecode.formats.gguf.ends import end_tokens
 from lmdecode.formats.gguf.facts import Facts
-from lmdecode.formats.gguf.reader import GgufFile, Strings
+from lmdecode.formats.gguf.leftmost import LeftmostPieces
+from lmdecode.formats.gguf.reader import GgufFile, Strings, is_gguf
 from lmdecode.formats.gguf.splits import BEGIN_BY_DEFAULT, SPLITS, WHOLE_WORDS
 
-__all__ = ["GgufTokenizer", "load_tokenizer", "read_tokenizer", "tokenizer_files"]
+__all__ = ["GgufTokenizer", "load_tokenizer", "read_tokenizer", "tokenizer_files",
+           "tokenizer_path"]  # fmt: skip
 
 _KINDS = ("gemma4", "gpt2", "llama")
 # Of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"
+_SAVED = "tokenizer.gguf"
 # Phi 3's special tokens take the spaces behind them, but for these.
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -38,8 +41,8 @@ class _Vocabulary:
         "gpt2" (byte-level BPE), "llama" (sentencepiece) or "gemma4" (its pieces, with merges).
     """
 
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
+    def __init__(self, facts: Facts) -> None:
+        self._file, self.puts_no_space = facts.file, facts.is_ollamas  # where it does not say
         self.kind = self.entry("model", str, "")
         if self.kind not in _KINDS:
             raise self.error(f"has a tokenizer {self.kind!r}; expected one of {', '.join(_KINDS)}")
@@ -47,6 +50,7 @@ class _Vocabulary:
         self.merges: list[str] = self._strings("merges", self.kind != "llama")
         self.kinds: Sequence[int] = self._numbers("token_type", _NORMAL)
         self.scores: Sequence[float] = self._numbers("scores", 0.0)
+        self.merged = dict[str, float]()  # scores of pieces that two others make
 
     def error(self, what: str) -> ValueError:
         return ValueError(f"load_tokenizer: {self._file.path} {what}")
@@ -102,13 +106,21 @@ class _Vocabulary:
         for token, kind, score in zip(self.tokens, self.kinds, self.scores, strict=True):
             if kind in (_CONTROL, _BYTE, _UNKNOWN):
                 continue
-            found += [
+            pairs = [
                 (score, token[:i], token[i:])
                 for i in range(1, len(token))
                 if token[:i] in ids and token[i:] in ids
             ]
+            found += pairs
+            if pairs and kind != _USER_DEFINED:  # which is a whole word before any merge
+                self.merged[token] = score
         found.sort(key=lambda pair: -pair[0])
         return [(left, right) for _, left, right in found]
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether pieces that others make have the same score."""
+        return len(set(self.merged.values())) < len(self.merged)
 
 
 def _bytes_tokenizer(vocabulary: _Vocabulary) -> Any:
@@ -148,18 +160,29 @@ def _sentencepiece_tokenizer(vocabulary: _Vocabulary) -> Any:
             f"has {unknown} for tokenizer.ggml.unknown_token_id; expected a token below "
             f"{len(vocabulary.tokens)}"
         )
+    is_llama = vocabulary.kind == "llama"
+    merges = vocabulary.scored_pairs(ids) if is_llama else vocabulary.pairs()
     tokenizer = Tokenizer(
         models.BPE(
             vocab=ids,
-            merges=vocabulary.pairs() or vocabulary.scored_pairs(ids),
+            merges=[] if vocabulary.has_ties else merges,
             unk_token=vocabulary.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
+            ignore_merges=vocabulary.has_ties,
         )
     )
-    has_prefix = vocabulary.kind == "llama" and vocabulary.entry("add_space_prefix", bool, True)
-    if vocabulary.kind == "gemma4":
+    has_prefix = is_llama and vocabulary.entry(
+        "add_space_prefix", bool, not vocabulary.puts_no_space
+    )
+    if not is_llama:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+    if vocabulary.has_ties:
+        cuts = [pre_tokenizers.PreTokenizer.custom(LeftmostPieces(vocabulary.merged))]
+        if not any(_SPACE in token.lstrip(_SPACE) for token in vocabulary.merged):
+            words = Regex(f"{_SPACE}+[^{_SPACE}]*|[^{_SPACE}]+")
+            cuts.insert(0, pre_tokenizers.Split(words, behavior="isolated"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
     tokenizer.decoder = decoders.Sequence(
@@ -206,6 +229,8 @@ class GgufTokenizer:
         The file's.
     eos_token_ids : tuple of int
         Tokens that end a text.
+    has_ties : bool
+        Whether pieces have the same score, which no ``tokenizer.json`` can say.
     """
 
     tokenizer: Any
@@ -214,6 +239,7 @@ class GgufTokenizer:
     adds_eos: bool
     chat_template: str | None
     eos_token_ids: tuple[int, ...]
+    has_ties: bool = False
 
 
 def _put_around(tokenizer: Any, bos: str | None, eos: str | None) -> None:
@@ -235,7 +261,8 @@ def _put_around(tokenizer: Any, bos: str | None, eos: str | None) -> None:
 
 
 def _tokenizer_of(file: GgufFile) -> GgufTokenizer:
-    facts, vocabulary = Facts(file), _Vocabulary(file)
+    facts = Facts(file)
+    vocabulary = _Vocabulary(facts)
     is_bytes = vocabulary.kind == "gpt2"
     specials = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -263,7 +290,9 @@ def _tokenizer_of(file: GgufFile) -> GgufTokenizer:
     except Exception as error:  # that of tokenizers is of no type of its own
         raise vocabulary.error(f"has a vocabulary that makes no tokenizer ({error})") from error
     ends = end_tokens(facts, len(vocabulary.tokens))
-    return GgufTokenizer(tokenizer, specials, adds_bos, adds_eos, template, tuple(ends))
+    return GgufTokenizer(
+        tokenizer, specials, adds_bos, adds_eos, template, tuple(ends), vocabulary.has_ties
+    )
 
 
 def _add_named(tokenizer: Any, specials: dict[str, str]) -> None:
@@ -286,11 +315,11 @@ def read_tokenizer(path: str | os.PathLike[str]) -> GgufTokenizer:
     return _tokenizer_of(GgufFile(path))
 
 
-def _of_transformers(file: GgufFile) -> Any:
+def _of_transformers(found: GgufTokenizer) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    found = _tokenizer_of(file)
-    return PreTrainedTokenizerFast(
+    cuts, found.tokenizer.pre_tokenizer = found.tokenizer.pre_tokenizer, None  # not to be copied
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=found.tokenizer,
         **found.special_tokens,
         add_bos_token=found.adds_bos,
@@ -298,6 +327,17 @@ def _of_transformers(file: GgufFile) -> Any:
         chat_template=found.chat_template,
         clean_up_tokenization_spaces=False,
     )
+    tokenizer.backend_tokenizer.pre_tokenizer = cuts
+    return tokenizer
+
+
+def tokenizer_path(path: str | os.PathLike[str]) -> Path | None:
+    """Return the GGUF file with the tokenizer of a GGUF file, or of a saved folder, None of others.
+
+    A folder has one where no ``tokenizer.json`` could say what it does.
+    """
+    own = Path(path) / _SAVED
+    return next((Path(found) for found in (path, own) if is_gguf(found)), None)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -306,7 +346,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     Parameters
     ----------
     path : str or path
-        Of the file.
+        Of the file, or of a folder that was saved of one with its ``tokenizer.gguf``.
 
     Returns
     -------
@@ -320,17 +360,21 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     ValueError
         It is damaged, or has no tokenizer, or one of a kind that there is not.
     """
-    return _of_transformers(GgufFile(path))
+    return _of_transformers(_tokenizer_of(GgufFile(tokenizer_path(path) or path)))
 
 
 def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the tokenizer of a GGUF file as the files that transformers has of one, by name.
 
+    Where pieces have the same score, it is a GGUF file: ``tokenizer_path``.
     There are none where the file has no tokenizer of a kind that there is.
     """
     file = GgufFile(path)
     if file.metadata.get("tokenizer.ggml.model") not in _KINDS:
         return {}
+    found = _tokenizer_of(file)
+    if found.has_ties:
+        return {_SAVED: file.without_tensors()}
     with tempfile.TemporaryDirectory() as folder:
-        _of_transformers(file).save_pretrained(folder)
-        return {found.name: found.read_bytes() for found in Path(folder).iterdir()}
+        _of_transformers(found).save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}

@@ -15,12 +15,13 @@ from lmdecode.formats.gguf.facts import Facts, refused
 from lmdecode.formats.gguf.gemma4_config import unused_tensors
 from lmdecode.formats.gguf.mamba2 import is_vector, shape_in_file
 from lmdecode.formats.gguf.names import IGNORED, PERMUTED, PLUS_ONE, tensor_name
-from lmdecode.linear.quantized_weight import LinearWeight, index_rows
+from lmdecode.linear.quantized_weight import LinearWeight, index_rows, join_rows
 
 __all__ = ["Weights", "is_of_block"]
 
 _SCALE = ".layer_scalar"  # a buffer that files need not have
 _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
+_QKV = re.compile(r"(blk\.[0-9]{1,9}\.attn_)(q|k|v|qkv)\.(weight|bias)")
 
 
 class Weights:
@@ -38,6 +39,7 @@ class Weights:
 
     def __init__(self, facts: Facts, model: Any, keeps_blocks: bool) -> None:
         self._file, self._architecture = facts.file, facts.architecture
+        self._ignored = ("v.", "mm.") if facts.is_ollamas else ()  # of images
         self._keeps_blocks = keeps_blocks
         config = model.config
         self._heads = dict[str, int]()
@@ -48,6 +50,7 @@ class Weights:
             }
         self._parts = dict[str, list[str]]()
         self._in_turn = dict[str, list[str]]()
+        self._rows = dict[str, Tensor]()  # of a tensor that has others, too
         self._value_heads, self._key_heads = None, None
         if self._architecture in ("qwen35", "qwen35moe"):
             self._value_heads = ValueHeads(config)
@@ -64,14 +67,16 @@ class Weights:
 
     def _expected(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the tensors that a model's parameters are in."""
-        for parameter, shape in self._parameters(model):
-            tensors = self._file.tensors
+        tensors, shapes = self._file.tensors, dict(self._parameters(model))
+        for parameter, shape in shapes.items():
             parts = expert_tensors(parameter, shape, self._architecture, tensors)
             if parts is not None:
                 self._parts[parameter] = list(parts)
                 yield from parts.items()
                 continue
-            if self._key_heads is not None:
+            if ".self_attn." in parameter:
+                parts = self._otherwise_joined(parameter, shapes, model.config)
+            elif self._key_heads is not None:
                 parts = self._key_heads.tensors(parameter, shape, tensors)
             if parts is not None:
                 self._in_turn[parameter] = list(parts)
@@ -85,6 +90,29 @@ class Weights:
             elif len(shape) == 2 and shape[0] == 1 and self._is_vector(name):
                 shape = shape[1:]
             yield name, shape[:: -1 if self._is_transposed(parameter) else 1]
+
+    def _otherwise_joined(
+        self, parameter: str, shapes: dict[str, tuple[int, ...]], config: Any
+    ) -> dict[str, tuple[int, ...]] | None:
+        """Return tensors of queries, keys and values that the file has as one, or the model."""
+        tensors, name, shape = self._file.tensors, self._name(parameter), shapes[parameter]
+        found = _QKV.fullmatch(name)
+        if found is None or name in tensors:
+            return None
+        begin, kind, field = found.groups()
+        own, whole = [f"{begin}{part}.{field}" for part in "qkv"], f"{begin}qkv.{field}"
+        if kind == "qkv" and all(part in tensors for part in own):
+            heads = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+            sizes = [shape[0] * count // sum(heads) for count in heads]
+            return {part: (size, *shape[1:]) for part, size in zip(own, sizes, strict=True)}
+        alike = [parameter.replace(f".{kind}_proj.", f".{part}_proj.") for part in "qkv"]
+        is_one = whole in tensors and not any(part in tensors for part in own)
+        if not is_one or not shapes.keys() >= set(alike):
+            return None
+        rows = torch.arange(sum(shapes[part][0] for part in alike), device="cpu")
+        parts = rows.split([shapes[part][0] for part in alike])
+        self._rows[parameter] = parts["qkv".index(kind)]
+        return {whole: (len(rows), *shape[1:])}
 
     def _parameters(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the parameters, and of the buffers that are tensors."""
@@ -108,7 +136,8 @@ class Weights:
 
     def _tensors(self, model: Any) -> set[str]:
         """Return the names of the tensors that must all be of the model."""
-        left = set(self._file.tensors) - set(IGNORED)
+        tensors = self._file.tensors
+        left = {name for name in tensors if not name.startswith(self._ignored)} - set(IGNORED)
         if self._architecture == "gemma4":
             left -= unused_tensors(model.config)
         # Layers behind the model's predict more tokens than one.
@@ -162,9 +191,12 @@ class Weights:
 
     def _in_order(self, parameter: str) -> LinearWeight:
         """Return a parameter's tensor, with rows in the order that transformers has them."""
-        if self._key_heads is not None and parameter in self._in_turn:
-            return self._key_heads.read(self._file, self._in_turn[parameter])
-        tensor: LinearWeight = self._file.tensor(self._name(parameter))
+        names = self._in_turn.get(parameter)
+        if names and self._key_heads is not None and ".self_attn." not in parameter:
+            return self._key_heads.read(self._file, names)
+        tensor = join_rows([self._file.tensor(name) for name in names or [self._name(parameter)]])
+        if parameter in self._rows:
+            tensor = index_rows(tensor, self._rows[parameter])
         module = parameter.split(".")[-2]
         if module in self._heads:
             tensor = _in_halves(tensor, self._heads[module])

@@ -39,8 +39,8 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model", "sentencepiece.model", "shared_vocabulary.json",
     "shared_vocabulary.txt", "source.spm", "source_vocabulary.json", "source_vocabulary.txt",
     "special_tokens_map.json", "spiece.model", "target.spm", "target_vocab.json",
-    "target_vocabulary.json", "target_vocabulary.txt", "tokenizer.json", "tokenizer.model",
-    "tokenizer_config.json", "vocab.json", "vocabulary.json", "vocabulary.txt",
+    "target_vocabulary.json", "target_vocabulary.txt", "tokenizer.gguf", "tokenizer.json",
+    "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocabulary.json", "vocabulary.txt",
 )  # fmt: skip
 
 
