@@ -88,8 +88,7 @@ def _read(model: Path, text: Path, limit: int | None) -> tuple[Tensor, int | Non
     except ImportError as error:
         raise _CommandError(f"needs transformers: {install_hint('transformers')}") from error
     written = text.read_text(encoding="utf-8")
-    read = load_tokenizer if tokenizer_path(model) else AutoTokenizer.from_pretrained
-    tokenizer = read(model)
+    tokenizer = (load_tokenizer if tokenizer_path(model) else AutoTokenizer.from_pretrained)(model)
     bos = tokenizer.bos_token_id
     if bos is not None and tokenizer("a").input_ids[0] != bos:
         bos = None

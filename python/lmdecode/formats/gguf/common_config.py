@@ -7,8 +7,8 @@ from typing import Any
 from lmdecode.formats.gguf.facts import Facts, refused
 
 __all__ = [
-    "check_all_turned", "common", "has_query_bias", "head_size_of", "layers_that_slide",
-    "plain_rope", "rope_of",
+    "check_all_turned", "common", "has_query_bias", "head_size_of", "layer_types", "plain_rope",
+    "rope_of",
 ]  # fmt: skip
 
 
@@ -56,21 +56,17 @@ def rope_of(facts: Facts, head_size: int | None = None) -> dict[str, Any]:
             f"has a rotary embedding of the type {kind!r}; expected none, linear or yarn, whose "
             "frequencies do not depend on the length of the text",
         )
-    is_needed = facts.has("rope.scaling.type") and kind != "none"
-    is_needed &= not facts.has("rope.scale_linear")  # the name in older files
-    older = None if is_needed else facts.number("rope.scale_linear", 1.0)
-    factor = facts.number("rope.scaling.factor", older)
+    is_stated = facts.has("rope.scaling.type") and kind != "none"
+    is_old = facts.has("rope.scale_linear") and not facts.has("rope.scaling.factor")
+    key = "rope.scale_linear" if is_old else "rope.scaling.factor"
+    factor = facts.number(key, None if is_stated else 1.0)
     for key in ("yarn_attn_factor", "yarn_ext_factor", "attn_factor"):
         if facts.number(f"rope.scaling.{key}", 1.0) != 1.0:
             raise refused(facts.file, f"has a rope.scaling.{key} other than 1; expected 1")
-    context = facts.count("context_length")
-    yarn = {
-        "original_max_position_embeddings": facts.count(
-            "rope.scaling.original_context_length", context
-        ),
-        "beta_fast": facts.number("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": facts.number("rope.scaling.yarn_beta_slow", 1.0),
-    }
+    length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
+    yarn: dict[str, Any] = {"original_max_position_embeddings": length}
+    for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        yarn[name] = facts.number(f"rope.scaling.yarn_{name}", default)
     rope = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 1e4)}
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return rope
@@ -85,16 +81,15 @@ def plain_rope(facts: Facts, head_size: int | None = None) -> dict[str, Any]:
     return rope
 
 
-def layers_that_slide(facts: Facts, layers: int, period: int) -> list[bool]:
-    """Return whether each layer has a window: as the file says by a list or by a period.
-
-    A period's last layer has none; by a period of 0 all have one.
-    """
+def layer_types(facts: Facts, layers: int, period: int) -> list[str]:
+    """Return which layers have a window: by the file's list, or all but the last of a period."""
     key = "attention.sliding_window_pattern"
     if facts.is_list(key):
-        return [slides != 0 for slides in facts.counts(key, layers)]
-    period = facts.count(key, period, least=0)
-    return [period == 0 or i % period < period - 1 for i in range(layers)]
+        slides = [s != 0 for s in facts.counts(key, layers)]
+    else:
+        period = facts.count(key, period, least=0)
+        slides = [period == 0 or i % period < period - 1 for i in range(layers)]
+    return ["sliding_attention" if s else "full_attention" for s in slides]
 
 
 def has_query_bias(facts: Facts) -> bool:

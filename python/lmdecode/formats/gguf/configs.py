@@ -13,7 +13,7 @@ from lmdecode.formats.gguf.common_config import (
     common,
     has_query_bias,
     head_size_of,
-    layers_that_slide,
+    layer_types,
     plain_rope,
     rope_of,
 )
@@ -30,11 +30,6 @@ from lmdecode.formats.gguf.state_configs import lfm2, lfm2moe, qwen3next, qwen35
 __all__ = ["CONFIGS", "config_entries"]
 
 
-def _special_tokens(facts: Facts, vocab_size: int) -> dict[str, int | None]:
-    names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
-    return {name: facts.token(f"{key}_token_id", vocab_size) for key, name in names.items()}
-
-
 def _head_sizes(facts: Facts) -> dict[str, int]:
     """Heads and their size, which must be those of the first layer's queries."""
     size, heads = facts.count("embedding_length"), facts.count("attention.head_count")
@@ -47,8 +42,9 @@ def _head_sizes(facts: Facts) -> dict[str, int]:
 
 def _ffn_size(facts: Facts) -> int:
     """Inner features of layers without experts; files of experts need not tell."""
-    default = facts.count("expert_feed_forward_length", 1) if facts.has("expert_count") else None
-    return facts.count("feed_forward_length", default)
+    if not facts.has("feed_forward_length") and facts.has("expert_count"):
+        return facts.count("expert_feed_forward_length", 1)
+    return facts.count("feed_forward_length")
 
 
 def _common(facts: Facts) -> dict[str, Any]:
@@ -99,6 +95,8 @@ def _llama(facts: Facts) -> dict[str, Any]:
 
 
 def _granite(facts: Facts) -> dict[str, Any]:
+    if not facts.flag("rope.scaling.finetuned", True):  # llama.cpp's switch of positions
+        raise refused(facts.file, "has False for rope.scaling.finetuned; expected positions")
     entries = {**_with_rope(facts), **_biases(facts)}
     return {**entries, **granite_scales(facts, entries["head_dim"]), "model_type": "granite"}
 
@@ -149,7 +147,7 @@ def _phi3(facts: Facts) -> dict[str, Any]:
 
 
 def _gemma(facts: Facts, layers_of_27b: int, period: int, window: int) -> dict[str, Any]:
-    """Return the config entries that Gemma 2 and 3 share; see ``layers_that_slide`` of ``period``.
+    """Return the config entries that Gemma 2 and 3 share; see ``layer_types`` of ``period``.
 
     A file need not have the scale of the scores. Models of 27 billion weights have a different
     scale from the others; as in llama.cpp, their number of layers identifies them.
@@ -160,12 +158,12 @@ def _gemma(facts: Facts, layers_of_27b: int, period: int, window: int) -> dict[s
     if facts.has("attention.scale"):
         scalar = round(facts.number("attention.scale") ** -2)
     window = facts.count("attention.sliding_window", window, least=0)
-    slides = layers_that_slide(facts, layers, period)
+    kinds = layer_types(facts, layers, period)
     return {
         **entries,
         "query_pre_attn_scalar": scalar,
         "sliding_window": window or None,
-        "layer_types": ["sliding_attention" if window and s else "full_attention" for s in slides],
+        "layer_types": kinds if window else ["full_attention"] * layers,
         "use_bidirectional_attention": False,
         "final_logit_softcapping": facts.number("final_logit_softcapping")
         if facts.has("final_logit_softcapping")
@@ -266,7 +264,6 @@ def _gpt_oss(facts: Facts) -> dict[str, Any]:
     layers, rope = entries["num_hidden_layers"], rope_of(facts, entries["head_dim"])
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False
-    slides = layers_that_slide(facts, layers, 2)
     return {
         **entries,
         **expert_counts(facts, "num_local_experts"),
@@ -274,7 +271,7 @@ def _gpt_oss(facts: Facts) -> dict[str, Any]:
         "intermediate_size": expert_size(facts),
         "attention_bias": has_query_bias(facts),
         "sliding_window": facts.count("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
+        "layer_types": layer_types(facts, layers, 2),
         "rope_parameters": rope,
     }
 
@@ -305,12 +302,6 @@ CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
 }
 
 
-_OF_EXPERTS = (
-    "gemma4", "gpt-oss", "granitehybrid", "granitemoe", "lfm2moe", "olmoe", "qwen35moe", "qwen3moe",
-    "qwen3next",
-)  # fmt: skip
-
-
 def config_entries(facts: Facts) -> dict[str, Any]:
     """Return a config's entries, its ``model_type`` too.
 
@@ -331,11 +322,6 @@ def config_entries(facts: Facts) -> dict[str, Any]:
             file, f"is one of {split!r} files of a model; expected one file, as "
             "llama-gguf-split --merge makes of them"
         )  # fmt: skip
-    if facts.architecture not in _OF_EXPERTS and facts.count("expert_count", 0, least=0):
-        raise refused(
-            file, "is a mixture of experts; expected a dense model, or one of the architectures "
-            f"{', '.join(_OF_EXPERTS)}"
-        )  # fmt: skip
     layers = facts.count("block_count")
     names = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if names != {str(i) for i in range(min(layers, len(names) + 1))}:
@@ -349,4 +335,6 @@ def config_entries(facts: Facts) -> dict[str, Any]:
         )
     entries = CONFIGS[facts.architecture](facts)
     facts.check_all_read()
-    return {**entries, **_special_tokens(facts, embedding[0])}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        entries[f"{name}_token_id"] = facts.token(f"{key}_token_id", embedding[0])
+    return entries

@@ -50,15 +50,14 @@ WITHOUT_EFFECT = _by_key({
 _OTHERS = "which is of other architectures"
 #: Refused, as it may change logits: what it is.
 REFUSED = _by_key({
+    "which is a mixture of experts; expected a dense model": "expert_count",
     "with which a token sees those behind it, as in an encoder": "attention.causal",
     "which bounds or scales what attention computes": "attention.clamp_kqv "
     "attention.max_alibi_bias attention.output_scale attention.temperature_length "
-    "attention.temperature_scale rope.scaling.yarn_log_multiplier",
-    "which is of a model with an encoder": "decoder_block_count decoder_start_token_id",
+    "attention.temperature_scale rope.scaling.alpha rope.scaling.yarn_log_multiplier",
     "which says how experts are chosen, or weighed": "expert_group_count expert_group_scale "
     "expert_group_used_count expert_weights_norm experts_per_group interleave_moe_layer_step "
     "moe_every_n_layers router_logit_softcapping swiglu_clamp_exp swiglu_clamp_shexp",
-    "which changes the base of positions": "rope.scaling.alpha",
     _OTHERS: """
     activation_sparsity_scale altup.active_idx altup.num_inputs attention.decay_lora_rank
     attention.gate_lora_rank attention.group_norm_epsilon attention.group_norm_groups
@@ -66,10 +65,11 @@ REFUSED = _by_key({
     attention.indexer.top_k attention.key_length_mla attention.kv_lora_rank attention.q_lora_rank
     attention.relative_buckets_count attention.value_length_mla
     attention.value_residual_mix_lora_rank classifier.output_labels convnext.block_count
-    convnext.embedding_length expert_chunk_feed_forward_length features_length kda.head_dim
-    moe_latent_size posnet.block_count posnet.embedding_length rescale_every_n_layers
-    ssm.dt_b_c_rms swin_norm time_decay_extra_dim time_mix_extra_dim token_shift_count
-    use_parallel_residual wkv.head_size {dense}_feat_in {dense}_feat_out
+    convnext.embedding_length decoder_block_count decoder_start_token_id
+    expert_chunk_feed_forward_length features_length kda.head_dim moe_latent_size posnet.block_count
+    posnet.embedding_length rescale_every_n_layers ssm.dt_b_c_rms swin_norm time_decay_extra_dim
+    time_mix_extra_dim token_shift_count use_parallel_residual wkv.head_size {dense}_feat_in
+    {dense}_feat_out
     """,
 })  # fmt: skip
 
@@ -86,7 +86,5 @@ def unread(key: str, value: object) -> str | None:
     if isinstance(value, (int, float)) and value in _NOTHING.get(key, (0,)):
         return None
     what = REFUSED.get(key, _OTHERS if key in READ else "which lmdecode does not know")
-    return (
-        f"{what}; expected none, as logits may depend on it (if they do not, gguf-new-metadata "
-        "--remove-metadata of the package gguf leaves it out)"
-    )
+    how = "if logits do not depend on it, gguf-new-metadata --remove-metadata leaves it out"
+    return f"{what} ({how})" if "expected" in what else f"{what}; expected none ({how})"

@@ -37,7 +37,6 @@ _LEAST_BYTES = {_STRING: 8, _ARRAY: 12}  # of an element
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _BLOCKS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
            12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
-# Types of ggml that are not read.
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
            21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
            29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"}  # fmt: skip
@@ -304,8 +303,7 @@ class GgufFile:
             expected = ", ".join(("F32", "F16", "BF16", *_BLOCKS.values()))
             found = _OTHERS.get(number, f"of number {number}")
             raise cursor.error(
-                f"tensor {name!r} is of the type {found}; expected one of {expected}, as "
-                "llama-quantize makes them"
+                f"tensor {name!r} is of the type {found}; expected one of {expected}"
             )
         kind = _BLOCKS[number]
         block_size, block_bytes, _ = KINDS[kind]
@@ -328,8 +326,8 @@ class GgufFile:
 
     def without_tensors(self) -> bytes:
         """Return a GGUF file with the metadata alone."""
-        data = bytes_of(self._memory)
-        return bytes(data[:8]) + bytes(8) + bytes(data[16 : self._end_of_metadata])
+        data = bytes(bytes_of(self._memory)[: self._end_of_metadata])
+        return data[:8] + bytes(8) + data[16:]
 
     def tensor(self, name: str) -> Tensor | QuantizedWeight:
         """Return a tensor as the file has it, without a copy: floats, or a matrix in blocks.

@@ -6,17 +6,18 @@ takes another way for those that it does not know: this one refuses them.
 
 from __future__ import annotations
 
+import heapq
 import os
 import tempfile
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from lmdecode.formats.gguf.ends import end_tokens
 from lmdecode.formats.gguf.facts import Facts
-from lmdecode.formats.gguf.leftmost import LeftmostPieces
 from lmdecode.formats.gguf.reader import GgufFile, Strings, is_gguf
 from lmdecode.formats.gguf.splits import BEGIN_BY_DEFAULT, SPLITS, WHOLE_WORDS
 
@@ -42,7 +43,7 @@ class _Vocabulary:
     """
 
     def __init__(self, facts: Facts) -> None:
-        self._file, self.puts_no_space = facts.file, facts.is_ollamas  # where it does not say
+        self._file, self.puts_space = facts.file, not facts.is_ollamas  # where it does not say
         self.kind = self.entry("model", str, "")
         if self.kind not in _KINDS:
             raise self.error(f"has a tokenizer {self.kind!r}; expected one of {', '.join(_KINDS)}")
@@ -51,6 +52,7 @@ class _Vocabulary:
         self.kinds: Sequence[int] = self._numbers("token_type", _NORMAL)
         self.scores: Sequence[float] = self._numbers("scores", 0.0)
         self.merged = dict[str, float]()  # scores of pieces that two others make
+        self.has_ties = False
 
     def error(self, what: str) -> ValueError:
         return ValueError(f"load_tokenizer: {self._file.path} {what}")
@@ -114,13 +116,53 @@ class _Vocabulary:
             found += pairs
             if pairs and kind != _USER_DEFINED:  # which is a whole word before any merge
                 self.merged[token] = score
+        self.has_ties = len(set(self.merged.values())) < len(self.merged)
         found.sort(key=lambda pair: -pair[0])
         return [(left, right) for _, left, right in found]
 
-    @property
-    def has_ties(self) -> bool:
-        """Whether pieces that others make have the same score."""
-        return len(set(self.merged.values())) < len(self.merged)
+
+class _LeftmostPieces:
+    """Cuts a text into pieces some of which have the same score, called by the package tokenizers.
+
+    Merges of that package have an order; here, of two pairs the one further left goes first.
+    """
+
+    def __init__(self, scores: dict[str, float]) -> None:
+        self._scores = scores  # of the pieces that two others make
+        self._ends = lru_cache(1 << 16)(self._find_ends)
+
+    def pre_tokenize(self, text: Any) -> None:
+        text.split(lambda _, part: self._cut(part))
+
+    def _cut(self, part: Any) -> list[Any]:
+        ends = self._ends(str(part.normalized))
+        return [part[begin:end] for begin, end in zip((0, *ends), ends, strict=False)]
+
+    def _find_ends(self, text: str) -> tuple[int, ...]:
+        """Return where pieces end: the best score is merged first, of equal ones the leftmost."""
+        ends, begins = (
+            list(range(1, len(text) + 1)),
+            list(range(len(text))),
+        )  # begins by last letter
+        heap: list[tuple[float, int, int, int]] = []
+
+        def add(begin: int, middle: int) -> None:
+            piece = text[begin : ends[middle]] if begin >= 0 and middle < len(text) else ""
+            if piece in self._scores:
+                heapq.heappush(heap, (-self._scores[piece], begin, middle, ends[middle]))
+
+        for i in range(1, len(text)):
+            add(i - 1, i)
+        while heap:
+            _, begin, middle, end = heapq.heappop(heap)
+            if ends[begin] == middle and ends[middle] == end:  # else one is merged with another
+                ends[begin], ends[middle], begins[end - 1] = end, 0, begin
+                add(begins[begin - 1] if begin else -1, begin)
+                add(begin, end)
+        found = [0]
+        while found[-1] < len(text):
+            found.append(ends[found[-1]])
+        return tuple(found[1:])
 
 
 def _bytes_tokenizer(vocabulary: _Vocabulary) -> Any:
@@ -172,13 +214,11 @@ def _sentencepiece_tokenizer(vocabulary: _Vocabulary) -> Any:
             ignore_merges=vocabulary.has_ties,
         )
     )
-    has_prefix = is_llama and vocabulary.entry(
-        "add_space_prefix", bool, not vocabulary.puts_no_space
-    )
+    has_prefix = is_llama and vocabulary.entry("add_space_prefix", bool, vocabulary.puts_space)
     if not is_llama:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
     if vocabulary.has_ties:
-        cuts = [pre_tokenizers.PreTokenizer.custom(LeftmostPieces(vocabulary.merged))]
+        cuts = [pre_tokenizers.PreTokenizer.custom(_LeftmostPieces(vocabulary.merged))]
         if not any(_SPACE in token.lstrip(_SPACE) for token in vocabulary.merged):
             words = Regex(f"{_SPACE}+[^{_SPACE}]*|[^{_SPACE}]+")
             cuts.insert(0, pre_tokenizers.Split(words, behavior="isolated"))
@@ -332,10 +372,7 @@ def _of_transformers(found: GgufTokenizer) -> Any:
 
 
 def tokenizer_path(path: str | os.PathLike[str]) -> Path | None:
-    """Return the GGUF file with the tokenizer of a GGUF file, or of a saved folder, None of others.
-
-    A folder has one where no ``tokenizer.json`` could say what it does.
-    """
+    """Return the GGUF file with the tokenizer of such a file, or of a saved folder, else None."""
     own = Path(path) / _SAVED
     return next((Path(found) for found in (path, own) if is_gguf(found)), None)
 

@@ -107,12 +107,12 @@ class Weights:
             return {part: (size, *shape[1:]) for part, size in zip(own, sizes, strict=True)}
         alike = [parameter.replace(f".{kind}_proj.", f".{part}_proj.") for part in "qkv"]
         is_one = whole in tensors and not any(part in tensors for part in own)
-        if not is_one or not shapes.keys() >= set(alike):
+        if not is_one or not shapes.keys() >= {*alike}:
             return None
-        rows = torch.arange(sum(shapes[part][0] for part in alike), device="cpu")
-        parts = rows.split([shapes[part][0] for part in alike])
-        self._rows[parameter] = parts["qkv".index(kind)]
-        return {whole: (len(rows), *shape[1:])}
+        sizes = [shapes[part][0] for part in alike]
+        rows = torch.arange(sum(sizes), device="cpu").split(sizes)
+        self._rows[parameter] = rows["qkv".index(kind)]
+        return {whole: (sum(sizes), *shape[1:])}
 
     def _parameters(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the parameters, and of the buffers that are tensors."""
