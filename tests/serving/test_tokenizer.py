@@ -89,6 +89,34 @@ def test_bytes_of_tokens() -> None:
     assert of["<|im_end|>"] == b"<|im_end|>"
 
 
+@pytest.mark.parametrize("of_model", [False, True])
+def test_an_added_word_of_a_byte_level_tokenizer_is_its_content(of_model: bool) -> None:
+    """Its letters are no bytes; tokenizers 0.23.3 decodes the first two to other texts.
+
+    A letter and a merge of the model stay what they are in other texts.
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer.from_str(tokenizer_of("byte_level").to_str())
+    words = ["na\u00efve", "\u010daj", "\u0120new", "caf\u00e9\u4e2d"]
+    if of_model:  # as a GGUF file has them
+        state = json.loads(inner.to_str())
+        state["model"]["vocab"] |= {word: 400 + i for i, word in enumerate(words)}
+        state["model"]["merges"] = [["\u0120", "a"]]
+        inner = tokenizers.Tokenizer.from_str(json.dumps(state))
+    inner.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in words])
+    inner.add_tokens(["\u0120a", "\u00e9"])
+    inner.add_special_tokens(["<\u00fd>"])
+    tokenizer = Tokenizer(inner)
+    text = "a na\u00efve \u010daj \u0120new caf\u00e9\u4e2d<\u00fd> a \u9e1e"
+    ids = tokenizer.encode(text)
+    assert set(map(inner.token_to_id, [*words, "<\u00fd>"])) <= set(ids)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(ids) == text.replace("<\u00fd>", "")
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    stream = tokenizer.stream(skip_special_tokens=False)
+    assert "".join(stream.push([token]) for token in ids) + stream.finish() == text
+
+
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no file or folder"):
         Tokenizer.load(tmp_path / "none")

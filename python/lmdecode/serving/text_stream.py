@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["CLEAN_UP", "ByteTable", "Stage", "TextReplace", "stages_of"]
+__all__ = ["CLEAN_UP", "ByteTable", "Stage", "TextReplace", "added_words", "stages_of"]
 
 #: What transformers replaces in a text that is cleaned up, one after the other.
 CLEAN_UP = (
@@ -42,6 +42,11 @@ class ByteTable:
         others = [byte for byte in range(256) if byte not in printable]
         self._byte_of = {chr(byte): byte for byte in printable}
         self._byte_of |= {chr(256 + i): byte for i, byte in enumerate(others)}
+        self._letter_of = {byte: letter for letter, byte in self._byte_of.items()}
+
+    def token_of(self, text: str) -> str:
+        """Return the token whose bytes are a text's."""
+        return "".join(self._letter_of[byte] for byte in text.encode())
 
     def bytes_of(self, token: str) -> bytes:
         """Return a token's bytes; one with other characters stands for itself."""
@@ -268,6 +273,25 @@ def stages_of(decoder: Any) -> tuple[list[Callable[[], Stage]], Callable[[str], 
     # What is left of the chain needs the whole text, and so does all of it.
     bytes_of = BYTES.bytes_of if any(link["type"] == "ByteLevel" for link in links) else str.encode
     return [functools.partial(_AtTheEnd, decoder.decode)], bytes_of
+
+
+def added_words(inner: Any) -> dict[int, str]:
+    """Return what a decoder takes for added tokens so that it gives their contents, by number.
+
+    A byte-level decoder takes the letters of a word for bytes, though an added word is text as it
+    is. A token that is the model's own as well, a letter or what merges make, stays bytes.
+    """
+    if inner.decoder is None or b'"ByteLevel"' not in inner.decoder.__getstate__():
+        return {}
+    contents = {id_: token.content for id_, token in inner.get_added_tokens_decoder().items()}
+    odd = {id_: of for id_, of in contents.items() if BYTES.bytes_of(of) != of.encode()}
+    own = {id_ for id_ in odd if inner.model.id_to_token(id_) is not None}
+    if own:  # a GGUF file has all tokens there
+        merges = json.loads(inner.model.__getstate__()).get("merges", ())
+        made = {merge.replace(" ", "") if isinstance(merge, str) else "".join(merge)
+                for merge in merges}  # fmt: skip
+        own = {id_ for id_ in own if len(odd[id_]) == 1 or odd[id_] in made}
+    return {id_: BYTES.token_of(of) for id_, of in odd.items() if id_ not in own}
 
 
 def _part(state: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lmdecode._checks import install_hint, type_error
 from lmdecode.formats.gguf import read_tokenizer, tokenizer_path
-from lmdecode.serving.text_stream import CLEAN_UP, Stage, TextReplace, stages_of
+from lmdecode.serving.text_stream import CLEAN_UP, Stage, TextReplace, added_words, stages_of
 
 __all__ = ["TextStream", "Tokenizer"]
 
@@ -146,7 +146,7 @@ class Tokenizer:
         ends = [self._named("eos_token"), *eos_token_ids]
         self.eos_token_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
         self._makers, self._bytes_of = stages_of(inner.decoder)
-        self._word_of: dict[int, str] = {}
+        self._word_of = added_words(inner)
         self._around: tuple[list[int], list[int]] | None = None
 
     def _named(self, name: str) -> int | None:
@@ -163,16 +163,16 @@ class Tokenizer:
         path : str or path
             A folder with ``tokenizer.json``, of transformers, of ``Decoding.save`` or of
             CTranslate2; or a GGUF file. Of a folder with an older form of a tokenizer, such as
-            sentencepiece, transformers makes one.
+            sentencepiece, transformers makes one; rules are those of the sentencepiece file.
 
         Raises
         ------
         FileNotFoundError
             There is no such folder, or no ``tokenizer.json`` in it.
         ValueError
-            A file is damaged.
+            A file is damaged, or has rules that cannot be kept.
         ImportError
-            The package ``tokenizers`` is missing, or transformers for an older form.
+            The package ``tokenizers`` is missing; for an older form transformers, or what it needs.
         """
         _tokenizers()
         if (file := tokenizer_path(path)) is not None:
@@ -261,11 +261,15 @@ class Tokenizer:
             Whether special tokens are left out.
         """
         try:
-            text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            words = self._words(
+                map(int, ids), self.special_ids if skip_special_tokens else frozenset()
+            )
         except OverflowError:
             raise ValueError(
                 "Tokenizer.decode: ids has a number that no token has; expected 0 to 2^32 - 1"
             ) from None
+        decoder = self.inner.decoder
+        text: str = " ".join(words) if decoder is None else decoder.decode(words)
         if self._cleans_up:
             for old, new in CLEAN_UP:
                 text = text.replace(old, new)
