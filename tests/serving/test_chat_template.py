@@ -200,6 +200,28 @@ def test_joined_systems_may_be_continued() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("{{ M }}|{{ M }}</s>", "Once upon|Once upon"),
+        ("{{ M }}|{{ M }} {{ M }}</s>", "Once upon|Once upon Once upon"),
+        ("{{ M | trim }}{{ ' or ' + M | trim }}</s>", "Once upon or Once upon"),
+        ("{{ M | trim }} | {{ M }}</s>", "Once upon | Once upon"),
+        ("{{ M }} | {{ M | trim }}</s>", "Once upon | Once upon"),
+        ("{{ M }}: {{ messages | tojson }}", 'Once upon: [{"role": "user", "content": "Once upon'),
+    ],
+)
+def test_a_message_that_is_written_several_times_goes_on_behind_its_last(
+    source: str, wanted: str
+) -> None:
+    """transformers 5.23 leaves its mark behind all the others."""
+    source = source.replace("M", "messages[-1].content")
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    talk = [{"role": "user", "content": "Once upon"}]
+    assert ours(source, talk, **options) == wanted
+    assert "CONTINUE_FINAL_MESSAGE_TAG" in theirs(source, talk, **options)
+
+
 def test_objects_are_seen_as_plain_values() -> None:
     @dataclasses.dataclass
     class Message:

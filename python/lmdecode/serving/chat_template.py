@@ -275,9 +275,13 @@ class ChatTemplate:
         try:
             chat += [_with_reasoning(_plain(message)) for message in messages]
             final = self._tag(chat, name) if goes_on else ""
-            text: str = self._compiled[name].render(
-                messages=chat, **{**self._special_tokens, **_plain(variables)}
+            render = functools.partial(
+                self._compiled[name].render, **{**self._special_tokens, **_plain(variables)}
             )
+            text: str = render(messages=chat)
+            if goes_on and text.count(_TAG.strip()) > 1:
+                plain = render(messages=[_with_reasoning(_plain(message)) for message in messages])
+                text = _with_last_mark(text, plain)
         except (MemoryError, _TemplateMessageError):
             raise
         except Exception as error:  # it is the model's program
@@ -342,6 +346,16 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
     return message
+
+
+def _with_last_mark(text: str, plain: str) -> str:
+    """Return a text without its marks but the last; ``plain`` is the text that never had any."""
+    mark = _TAG.strip()
+    found, *parts = text.split(mark)
+    for part in parts[:-1]:
+        kept = found + part.removeprefix(" ")
+        found = kept if plain.startswith(kept) else found.rstrip() + part
+    return f"{found}{mark}{parts[-1]}"
 
 
 def _cut(text: str, final: str) -> str:
