@@ -120,6 +120,51 @@ def test_added_words_are_no_text() -> None:
     assert allowed(state, vocab) == [think]
 
 
+def test_an_added_word_is_its_text_in_a_grammar() -> None:
+    """Of letters that stand for bytes in other words."""
+    inner = type(tokenizer_of("byte_level")).from_str(tokenizer_of("byte_level").to_str())
+    inner.add_tokens(["na\u00efve"])
+    tokenizer = Tokenizer(inner)
+    word, end = (inner.token_to_id(name) for name in ("na\u00efve", "</s>"))
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [end])
+    for text, is_allowed in (("na\u00efve art", True), ("naive art", False)):
+        state = compiler.choice([text]).start()
+        assert (word in allowed(state, tokenizer.vocab_size)) == is_allowed
+
+
+NUMBERS = {"type": "integer", "minimum": 0, "maximum": 5}, {"type": "integer", "minimum": 10}
+
+
+@pytest.mark.parametrize(
+    ("parts", "yes", "no"),
+    [
+        (NUMBERS, ["3", "15"], ["7"]),
+        ([{"type": "number", "exclusiveMaximum": 1}, {"type": "number", "minimum": 1}], ["1"], []),
+        ([{"const": 1}, {"const": 2.5}, {"type": "string"}], ["1", "2.5", '"a"'], ["2"]),
+        ([{"enum": [1, None]}, {"const": True}, {"type": "integer", "minimum": 2}],
+         ["1", "null", "true", "2"], ["0", "false"]),
+        ([{"oneOf": list(NUMBERS)}, {"type": "array"}], ["3", "[]"], ["7"]),
+        ([{"const": 1}, {"const": 1.0}], None, None),
+        ([{"type": "integer"}, {"type": "number"}], None, None),
+        ([{"minimum": 3}, {"maximum": 1}], None, None),  # any text fits both
+        ([{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 3}], None, None),
+    ],
+)  # fmt: skip
+def test_one_of_schemas_that_no_value_fits_twice(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, parts: Any, yes: Any, no: Any
+) -> None:
+    """llguidance 1.9.1 alone refuses all whose types are numbers."""
+    schema = {"properties": {"oneOf": {"oneOf": list(parts)}}, "additionalProperties": False}
+    if yes is None:
+        with pytest.raises(ValueError, match="cannot keep oneOf, two of whose schemas may fit one"):
+            compiler.json_schema(schema)
+        return
+    grammar = compiler.json_schema(schema)
+    for values, is_allowed in ((yes, True), (no, False)):
+        for value in values:
+            assert accepts(grammar, tokenizer, f'{{"oneOf": {value}}}', VOCAB) == is_allowed, value
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -382,4 +427,8 @@ def test_a_token_that_is_not_allowed_is_a_value_error(
     for _ in range(2):  # nothing is lost by it
         with pytest.raises(ValueError, match=f"the grammar does not take token {digit} here"):
             grammar.start().accept_token(digit)
+    for number in (-1, VOCAB, 1 << 40):
+        with pytest.raises(ValueError, match=f"token is {number}; expected 0 to {VOCAB - 1}"):
+            grammar.start().accept_token(number)
+    assert not grammar.is_spent
     assert accepts(grammar, tokenizer, "abc", VOCAB)

@@ -24,7 +24,7 @@ from lmdecode.serving.grammar_source import GrammarSource, check_lark, check_tex
 
 __all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarState"]
 
-_OP = "GrammarCompiler"
+_OP, _STATE = "GrammarCompiler", "GrammarState.accept_token"
 _MAX_MESSAGE = 160  # characters of the compiler's messages
 _STACK = 64 << 20  # bytes; the compiler is recursive
 _stack_lock = threading.Lock()
@@ -88,10 +88,13 @@ class GrammarState:
         Raises
         ------
         ValueError
-            It is none that the grammar allows here.
+            It is none that the grammar allows here, or no number of one.
+        TypeError
+            It is no int.
         RuntimeError
             The grammar needs too much memory or time from here on.
         """
+        token = check_int(_STATE, "token", token, 0, self._grammar.vocab_size - 1)
         if token in self._ends and (self._has_ended or self._matcher.is_accepting()):
             self._has_ended = True
             return
@@ -122,8 +125,8 @@ class CompiledGrammar:
 
     Attributes
     ----------
-    words : int
-        ceil(V / 32).
+    vocab_size, words : int
+        V, and ceil(V / 32).
     eos_token_ids : frozenset of int
         Tokens that end a text.
     is_spent : bool
@@ -131,8 +134,9 @@ class CompiledGrammar:
         fail there as well: the next ones need the grammar compiled anew.
     """
 
-    def __init__(self, matcher: Any, words: int, eos_token_ids: frozenset[int]) -> None:
-        self._matcher, self.words, self.eos_token_ids = matcher, words, eos_token_ids
+    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._matcher, self.eos_token_ids = matcher, eos_token_ids
+        self.vocab_size, self.words = vocab_size, -(-vocab_size // 32)
         self.is_spent = False
         self._lock = threading.Lock()
 
@@ -279,9 +283,7 @@ class GrammarCompiler:
             first = f"%llguidance {{}}\nstart: prefix @body\n{prefix}"
             grammars = [{"lark_grammar": first}, {**entry, "name": "body"}]
         text = json.dumps({"grammars": grammars}, ensure_ascii=False)
-        return CompiledGrammar(
-            _with_stack(lambda: self._matcher_of(text)), -(-self._vocab // 32), self._ends
-        )
+        return CompiledGrammar(_with_stack(lambda: self._matcher_of(text)), self._vocab, self._ends)
 
     def _lark_of_gbnf(self, text: str) -> str:
         return lark_of_gbnf(text, self._words.inner.token_to_id, self._vocab, self._tokenizer[1])
@@ -365,6 +367,8 @@ def _entry_of(source: GrammarSource, lark_of_gbnf: Callable[[str], str]) -> dict
 
 def _one_line(message: str) -> str:
     """Return the part of an error that says what is wrong, as one line."""
+    if "oneOf constraints" in message:
+        return "it cannot keep oneOf, two of whose schemas may fit one value"
     if "Too many items" in message:
         return "there are too many ways to go on"
     message = message.split("<state>")[0].split("<backtrace>")[0].replace("<non-verbose/>", "")

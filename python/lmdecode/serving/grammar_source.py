@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -119,12 +120,69 @@ def schema_text(schema: Any, *, strict: bool = True, is_short: bool = False) -> 
     options: dict[str, Any] = {"whitespace_pattern": _SHORT_SPACE if is_short else _SPACE}
     if not strict:
         options["lenient"] = True
+    schema = _with_any_of(schema)
     try:
         text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the schema is no JSON ({error})") from None
     check_text("the schema", text)
     return text
+
+
+def _with_any_of(schema: Any) -> Any:
+    """Return a schema whose ``oneOf`` is ``anyOf`` where numbers show that no two fit one value.
+
+    The compiler sees that of types and of other constants itself.
+    """
+    if isinstance(schema, list):
+        return [_with_any_of(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        is_named = key in ("properties", "patternProperties", "$defs", "definitions")
+        if is_named and isinstance(value, dict):
+            value = {name: _with_any_of(of) for name, of in value.items()}
+        elif key not in ("const", "enum", "default", "examples"):
+            value = _with_any_of(value)
+        found[key] = value
+    parts = found.get("oneOf")
+    if "anyOf" not in found and isinstance(parts, list):
+        if all(itertools.starmap(_are_apart, itertools.combinations(map(_facts_of, parts), 2))):
+            return {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
+    return found
+
+
+_Facts = tuple[frozenset[str], list[Any]]
+
+
+def _facts_of(schema: Any) -> _Facts:
+    """Return the types of a schema's values, and the ranges of its numbers.
+
+    Behind both ends of a range is whether it is behind (1) or before (-1) that number.
+    """
+    given = schema if isinstance(schema, dict) else {}
+    values = [given["const"]] if "const" in given else given.get("enum")
+    if isinstance(values, list):
+        names = {bool: "boolean", str: "string", int: "number", float: "number", dict: "object",
+                 list: "array"}  # fmt: skip
+        numbers = [value for value in values if type(value) in (int, float)]
+        types = frozenset(names.get(type(value), "null") for value in values)
+        return types, [((number, 0), (number, 0)) for number in numbers]
+    kinds = given.get("type", "all")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    of = {key: value for key, value in given.items() if type(value) in (int, float)}
+    low = max((of.get("minimum", -math.inf), 0), (of.get("exclusiveMinimum", -math.inf), 1))
+    high = min((of.get("maximum", math.inf), 0), (of.get("exclusiveMaximum", math.inf), -1))
+    return frozenset("number" if kind == "integer" else str(kind) for kind in kinds), [(low, high)]
+
+
+def _are_apart(one: _Facts, other: _Facts) -> bool:
+    both = one[0] & other[0]
+    if both - {"number"} or "all" in one[0] | other[0]:
+        return False
+    pairs = itertools.product(one[1], other[1])
+    return not both or all(a[1] < b[0] or b[1] < a[0] for a, b in pairs)
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
