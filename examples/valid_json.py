@@ -51,7 +51,14 @@ def main() -> None:
     count = parser.parse_args().count
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
+    # Without these xgrammar takes special tokens for text, within strings.
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    added = tokenizer.added_tokens_decoder.items()
+    others = [token for token, of in added if of.special and token not in ends]
+    info = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=model.config.vocab_size, stop_token_ids=ends
+    )
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(
         json.dumps(SCHEMA), any_whitespace=False
     )
@@ -69,6 +76,7 @@ def main() -> None:
             repetition_penalty=1.1,
             num_return_sequences=len(seeds),
             max_new_tokens=200,
+            suppress_tokens=others or None,
             logits_processor=[GrammarLogitsProcessor(grammar)],
             custom_generate=sample,
             seed=list(seeds),

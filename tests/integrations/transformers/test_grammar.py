@@ -75,6 +75,31 @@ def test_greedy_text_is_that_of_stock_generate(bible, tokenizer, grammar, inputs
         assert set(json.loads(text)) == {"name", "age"}
 
 
+def test_strings_have_no_special_tokens_by_the_recipe(bible):
+    """Of a model with two end tokens; xgrammar 0.2.9 alone allows one of them in a string."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    # Words that become special: the second end token, and another.
+    end, other = tokenizer.convert_ids_to_tokens([2000, 2001])
+    tokenizer.add_special_tokens({"extra_special_tokens": [end, other]})
+    ends = [bible.generation_config.eos_token_id, 2000]
+    added = tokenizer.added_tokens_decoder.items()
+    others = [id for id, token in added if token.special and id not in ends]
+    bias = {(id,): 50.0 for id in (2000, 2001)}
+    texts = []
+    for options, given in (({"stop_token_ids": ends}, others), ({}, None)):
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=bible.config.vocab_size, **options
+        )
+        grammar = xgrammar.GrammarCompiler(info).compile_json_schema('{"type": "string"}')
+        ids = bible.generate(
+            **tokenizer("And God said, ", return_tensors="pt"), max_new_tokens=4, eos_token_id=ends,
+            suppress_tokens=given, sequence_bias=bias, custom_generate=sample, do_sample=False,
+            logits_processor=[GrammarLogitsProcessor(grammar)],
+        )  # fmt: skip
+        texts.append(bool({2000, 2001} & set(ids[0, -3:].tolist())))
+    assert texts == [False, True]
+
+
 def test_sample_masks_no_logits_in_memory(bible, tokenizer, grammar, inputs, monkeypatch):
     """The mask goes to the op; the text is that of a processor that is called."""
     options = {"max_new_tokens": 60, "do_sample": True, "top_k": 40, "seed": [1, 2]}

@@ -20,6 +20,9 @@ class GrammarLogitsProcessor(LogitsProcessor):
     state follows ``input_ids``: if these are not the tokens of the last call and one more, a new
     text begins.
 
+    xgrammar takes every token that has a text for text, in strings too: name the model's end tokens
+    as ``stop_token_ids``, and suppress its other special ones, as below.
+
     Needs the package ``xgrammar`` (``pip install "lmdecode[grammar]"``).
 
     Parameters
@@ -34,11 +37,17 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
     Examples
     --------
-    >>> vocab = model.config.vocab_size
-    >>> info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab)
+    >>> ends = model.generation_config.eos_token_id
+    >>> ends = ends if isinstance(ends, list) else [ends]
+    >>> added = tokenizer.added_tokens_decoder.items()
+    >>> others = [id for id, token in added if token.special and id not in ends]
+    >>> info = xgrammar.TokenizerInfo.from_huggingface(
+    ...     tokenizer, vocab_size=model.config.vocab_size, stop_token_ids=ends
+    ... )
     >>> grammar = xgrammar.GrammarCompiler(info).compile_json_schema(schema)
     >>> model.generate(
     ...     **inputs,
+    ...     suppress_tokens=others or None,
     ...     logits_processor=[GrammarLogitsProcessor(grammar)],
     ...     custom_generate=sample,
     ... )
