@@ -97,6 +97,7 @@ LLAMA_PAIRS = [
     stages
     for stages in single_and_pairs(" ".join(LLAMA_STAGES))
     if not {"top_n_sigma", "typical"} <= set(stages)
+    and ("mirostat" not in stages or set(stages) <= {"temperature", "mirostat"})  # it is alone
 ]
 
 
@@ -109,9 +110,8 @@ def test_llama_cpp(stages: tuple[str, ...], sampler: SamplerUnderTest, llama: An
         x = make_rows(random, batch, vocab, masked=False)
         parameters = make_parameters(random, stages, batch, vocab)
         if "temperature" in stages:
-            # 0: a chain of other samplers. A range: only where nothing is -inf.
-            parameters["temperature"] = np.maximum(parameters["temperature"], 0.1)
-            if "top_n_sigma" in stages:
+            # A range: only where nothing is -inf, and not beside mirostat.
+            if "top_n_sigma" in stages or "mirostat" in stages:
                 parameters["dynamic_temperature_range"][:] = 0
         if "min_p" in stages:  # at 1 all that equal the maximum stay
             parameters["min_p"] = np.minimum(parameters["min_p"], 0.99)

@@ -144,6 +144,74 @@ def test_the_chance_of_xtc(sampler: SamplerUnderTest) -> None:
     assert tested.sample(SIX).kept_count.tolist() == [6]
 
 
+LOGITS = torch.tensor([[0.35, 0.3, 0.2, 0.1, 0.05]]).log()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "token"),
+    [
+        ({}, 0),
+        ({"typical_p": 0.25}, 1),
+        ({"typical_p": 0.25, "top_p": 0.5, "min_p": 0.1, "top_k": 3}, 1),
+        ({"xtc_probability": 1.0, "xtc_threshold": 0.15}, 2),
+        ({"typical_p": 0.9, "xtc_probability": 1.0, "xtc_threshold": 0.01}, 3),
+        ({"typical_p": 0.25, "mirostat_tau": 5.0}, 0),
+        ({"typical_p": 0.25, "adaptive_target": 0.1}, 1),
+    ],
+)
+def test_temperature_0_of_llama_cpp_is_a_stage(
+    parameters: dict[str, Any], token: int, sampler: SamplerUnderTest
+) -> None:
+    """It chooses the largest logit that typical and XTC left (b11434), first of equal ones."""
+    twice = torch.cat([LOGITS, LOGITS], 1)  # each token again, 5 behind it
+    for seed in (-1, 3):
+        for row in (LOGITS, twice):
+            made = sampler.make(
+                1, row.shape[1], dialect="llama.cpp", seed=seed, temperature=0.0, num_logprobs=1,
+                logprobs_mode="processed_logprobs", **parameters,
+            )  # fmt: skip
+            out = made.sample(row)
+            assert out.kept_count.item() == 1 and out.logprob.item() == 0.0
+            if row is LOGITS:
+                assert out.index.item() == token
+            elif "xtc_probability" not in parameters:  # which leaves the last of equal ones
+                assert out.index.item() < 5
+        made = sampler.make(1, 5, dialect="lmdecode", seed=seed, temperature=0.0, **parameters)
+        assert made.sample(LOGITS).index.item() == 0
+
+
+def test_mirostat_of_llama_cpp_leaves_out_filters_and_penalties(sampler: SamplerUnderTest) -> None:
+    """Biases and bans stay, and so does the temperature (common_sampler_init of b11434)."""
+    left_out = {
+        "top_k": 1, "top_p": 0.1, "min_p": 0.9, "typical_p": 0.1, "top_n_sigma": 0.1,
+        "xtc_probability": 1.0, "dynamic_temperature_range": 1.0, "repetition_penalty": 2.0,
+        "presence_penalty": 9.0, "frequency_penalty": 9.0, "dry_multiplier": 9.0,
+    }  # fmt: skip
+    kept = {"temperature": 0.7, "mirostat_tau": 5.0, "logit_bias": {2: 1.0}, "suppress_tokens": [3]}
+    found = []
+    for more in ({}, left_out):
+        made = sampler.make(1, 5, dialect="llama.cpp", seed=1, return_logits=True, **kept, **more)
+        made.accept(0, [0, 1, 0])
+        found.append(made.sample(LOGITS).kept_logits[0].tolist())
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(
+        [(x + (i == 2)) / 0.7 if i != 3 else -INF for i, x in enumerate(LOGITS[0].tolist())]
+    )
+
+
+def test_a_dynamic_temperature_of_llama_cpp_begins_at_0(sampler: SamplerUnderTest) -> None:
+    """A temperature of 0 with a range is not greedy: from 0 to the range, by the entropy."""
+    made = sampler.make(
+        1, 6, dialect="llama.cpp", seed=1, temperature=0.0, dynamic_temperature_range=0.5,
+        return_logits=True,
+    )  # fmt: skip
+    p = SIX[0].exp()
+    share = float(-(p * p.log()).sum() / np.log(6))
+    assert made.sample(SIX).kept_logits[0].tolist() == pytest.approx(
+        (SIX[0] / (0.5 * share)).tolist(), rel=1e-5
+    )
+
+
 def test_adaptive_p(sampler: SamplerUnderTest) -> None:
     """The logits that it draws from, and the mean of what was drawn, by hand."""
     x = torch.tensor([[0.6, 0.3, 0.1]]).log()

@@ -24,6 +24,8 @@ DIALECTS = {
     ),
     "sglang": "temperature top_p top_k min_p top_n_sigma epsilon eta top_h typical xtc mirostat",
 }
+# What llama.cpp leaves out where there is mirostat.
+ALONE = ("top_k", "top_p", "min_p", "top_n_sigma", "typical", "xtc")
 SORT_BASED = ("transformers", "vllm")  # they keep the ties that a sort leaves
 
 # The parameters of each stage, and the value at which it is off.
@@ -92,6 +94,21 @@ class Rows:
         self.parameters = parameters
         self.dialect = dialect
         self.greedy = ~(self.parameter("temperature") > 0)
+        self.greedy_last = np.zeros((batch, 1), bool)  # where the temperature's stage is
+        if dialect == "llama.cpp":
+            alone = self.parameter("mirostat_tau") > 0
+            off = {name: value for stage, of in PARAMETERS.items() for name, value in of.items()
+                   if stage in ALONE or name == "dynamic_temperature_range"}  # fmt: skip
+            self.parameters = {
+                name: np.where(alone[:, 0], off[name], value) if name in off else value
+                for name, value in parameters.items()
+            }
+            half = self.parameter("dynamic_temperature_range") / 2
+            self.greedy_last = self.greedy & (half == 0)
+            from_0 = self.greedy & (half > 0)  # to the range
+            for name in ("temperature", "dynamic_temperature_range") if from_0.any() else ():
+                self.parameters[name] = np.where(from_0, half, self.parameter(name))[:, 0]
+            self.greedy = np.zeros((batch, 1), bool)
         self._support()
         self.keep(self.greedy, self.rank() < 1)
 
@@ -194,8 +211,9 @@ def temperature(rows: Rows) -> None:
     # The entropy's own rounding moves the temperature, most of all where it is small.
     rows.decided &= ~(dynamic & (low == 0) & (share < 0.02)).any(axis=1)
     rows.margin = np.where(dynamic, 50 * rows.margin, rows.margin)
-    rows.temperature = np.where(rows.greedy, np.float32(1), chosen)
+    rows.temperature = np.where(rows.greedy | rows.greedy_last, np.float32(1), chosen)
     rows._support()
+    rows.keep(rows.greedy_last, rows.rank() < 1)
 
 
 @np.errstate(all="ignore")
@@ -324,7 +342,7 @@ def xtc(rows: Rows) -> None:
 def mirostat(rows: Rows) -> None:
     """At the first token: mu = 2 tau."""
     tau = rows.parameter("mirostat_tau")
-    on = (tau > 0) & ~rows.greedy
+    on = (tau > 0) & ~rows.greedy & ~rows.greedy_last
     rows.keep_bound(on, rows.log_total() - 2 * tau * np.log(2), False)
 
 

@@ -168,6 +168,7 @@ class Sampler:
 
     def _sequence(self, row: int, prompt: Any = None, **parameters: Any) -> RowSequence:
         values = row_parameters({**self._defaults[row], **parameters})
+        values = self.dialect.of_row(values)
         return RowSequence(values, [int(token) for token in (() if prompt is None else prompt)],
                          mu=values.mu)  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,20 @@ def row_parameters(values: Mapping[str, Any]) -> RowParameters:
             raise TypeError(f"Sampler: {name} is no parameter")
         setattr(row, name, value)
     row.mu = row.adaptive_target if row.adaptive_target >= 0 else round_to_f32(2 * row.mirostat_tau)
+    return row
+
+
+def as_llama_cpp(row: RowParameters) -> RowParameters:
+    """Return a row in which mirostat stands alone, and at temperature 0 all filters go first."""
+    if row.mirostat_tau > 0:
+        kept = ("temperature", "seed", "min_tokens", "no_repeat_ngram_size", "mirostat_tau",
+                "mirostat_eta", "epsilon_cutoff", "eta_cutoff", "top_h")  # fmt: skip
+        return replace(row, **{name: DEFAULTS[name] for name in NUMBERS if name not in kept})
+    if row.temperature == 0 and row.dynamic_temperature_range > 0:
+        half = row.dynamic_temperature_range / 2
+        return replace(row, temperature=half, dynamic_temperature_range=half)
+    if row.temperature == 0 and (row.typical_p < 1 or row.xtc_probability > 0):
+        return replace(row, temperature=1.0, epsilon_cutoff=0.5, top_h=2.0**-100)
     return row
 
 

@@ -27,7 +27,7 @@ from lmdecode.reference.arithmetic import (
     token_weight,
     unit_fraction,
 )
-from lmdecode.reference.sampler_parameters import RowParameters
+from lmdecode.reference.sampler_parameters import RowParameters, as_llama_cpp
 from lmdecode.reference.sampling import (
     DIALECT_RULES,
     DialectRules,
@@ -62,6 +62,7 @@ class SamplerDialect:
     counts_see_prompt: bool = False  # of the frequency and presence penalties
     allows_end_tokens: bool = False  # a bad word that is just an end token is none
     rank_after_ties: bool = False  # of equal raw logits the chosen one comes last
+    of_row: Callable[[RowParameters], RowParameters] = lambda row: row  # what it makes of a row's
 
 
 SAMPLER_DIALECTS = {
@@ -83,6 +84,7 @@ SAMPLER_DIALECTS = {
         "top_n_sigma top_k typical top_p min_p xtc epsilon eta top_h temperature mirostat".split(),
         DIALECT_RULES["lmdecode"],
         counts_see_prompt=True,
+        of_row=as_llama_cpp,
     ),
     "sglang": SamplerDialect(
         "temperature top_p top_k min_p top_n_sigma epsilon eta top_h typical xtc mirostat".split(),

@@ -97,6 +97,12 @@ _TOKEN_RULES = (
 SAMPLER_PARAMETERS: tuple[str, ...] = ("seed", *_INTEGERS, *_NUMBERS, *_TOKEN_RULES)
 """The names of all parameters of a row."""
 
+# What llama.cpp leaves out where there is mirostat.
+_NOT_WITH_MIROSTAT = (
+    "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability",
+    "dynamic_temperature_range", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "dry_multiplier",
+)  # fmt: skip
 _SEED_STEP = 0x9E3779B97F4A7C15  # as of an int seed of top_k_top_p_sample
 
 
@@ -366,9 +372,27 @@ def draw_seeds(count: int) -> Tensor:
     return torch.randint(0, MAX_INT, (count,), device="cpu")
 
 
+def _of_llama_cpp(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters by which the stages choose as llama.cpp's samplers do.
+
+    Its temperature is a stage: 0 chooses the largest logit that typical and XTC left.
+    """
+    get = parameters.get
+    if get("mirostat_tau", 0.0) > 0.0:
+        return {name: of for name, of in parameters.items() if name not in _NOT_WITH_MIROSTAT}
+    if get("temperature", 1.0) == 0.0 and (spread := get("dynamic_temperature_range", 0.0)) > 0.0:
+        half = spread / 2  # from 0 to the range, as from half of it by half of it
+        return {**parameters, "temperature": half, "dynamic_temperature_range": half}
+    drops = get("typical_p", 1.0) < 1.0 or get("xtc_probability", 0.0) > 0.0
+    if get("temperature", 1.0) == 0.0 and drops:
+        # Behind both, epsilon leaves the first, or two equal ones, of which top-h leaves the first.
+        return {**parameters, "temperature": 1.0, "epsilon_cutoff": 0.5, "top_h": 2.0**-100}
+    return parameters
+
+
 def rules_of_row(parameters: Mapping[str, Any], dialect: str, seed: int) -> RowRules:
     """Translate one row's checked parameters."""
-    get = parameters.get
+    get = (_of_llama_cpp(parameters) if dialect == "llama.cpp" else parameters).get
     end_tokens = get("eos_token_id", ())
     if get("min_tokens", 0) > 0 and not end_tokens:
         raise ValueError(
