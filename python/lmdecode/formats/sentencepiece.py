@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["keep_rules"]
+__all__ = ["keep_rules", "scored_merges"]
 
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _USER_DEFINED, _UNUSED, _BYTE = 1, 4, 5, 6
@@ -47,25 +47,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 def keep_rules(tokenizer: Any, path: Path, unknown: str | None) -> list[str]:
     """Give a tokenizer the rules of a file; its tokens, and what is put around a text, stay.
 
-    Parameters
-    ----------
-    tokenizer : tokenizers.Tokenizer
-        What transformers made of the file.
-    path : path
-        The file.
-    unknown : str or None
-        The token for letters that no piece has.
-
-    Returns
-    -------
-    list of str
-        Words of the user, which are tokens wherever a text has them, and no special ones.
-
-    Raises
-    ------
-    ValueError
-        It is no model, has a rule that the package tokenizers cannot keep, or the tokenizer has
-        not all of its pieces.
+    ``unknown`` is the token for letters that no piece has. Return the words of the user, which are
+    tokens wherever a text has them, and no special ones. Raise ValueError for a file that is no
+    model or has a rule that the package tokenizers cannot keep, and where a piece is missing.
     """
     try:
         parts: dict[int, list[bytes]] = {}
@@ -102,6 +86,13 @@ def keep_rules(tokenizer: Any, path: Path, unknown: str | None) -> list[str]:
     return words
 
 
+def scored_merges(scores: dict[str, float], vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that make one with a score, best score first."""
+    texts = sorted(scores, key=scores.__getitem__, reverse=True)
+    cuts = [(text[:i], text[i:]) for text in texts for i in range(1, len(text))]
+    return [cut for cut in cuts if cut[0] in vocab and cut[1] in vocab]
+
+
 def _set_rules(
     tokenizer: Any, scores: dict[str, float], unknown: str | None, rules: dict[int, Any],
     *, is_bpe: bool, has_bytes: bool,
@@ -113,11 +104,9 @@ def _set_rules(
     scheme = "always" if 'prepend_scheme="always"' in spaces else "first"
     vocab = tokenizer.get_vocab(with_added_tokens=False)
     if is_bpe:
-        texts = sorted(scores, key=scores.__getitem__, reverse=True)
-        cuts = [(text[:i], text[i:]) for text in texts for i in range(1, len(text))]
-        pairs = [cut for cut in cuts if cut[0] in vocab and cut[1] in vocab]
+        merges = scored_merges(scores, vocab)
         tokenizer.model = models.BPE(
-            vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes
+            vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes
         )
     else:
         least = min(scores.values(), default=0.0)

@@ -20,6 +20,7 @@ from lmdecode.formats.gguf.ends import end_tokens
 from lmdecode.formats.gguf.facts import Facts
 from lmdecode.formats.gguf.reader import GgufFile, Strings, is_gguf
 from lmdecode.formats.gguf.splits import BEGIN_BY_DEFAULT, SPLITS, WHOLE_WORDS
+from lmdecode.formats.sentencepiece import scored_merges
 
 __all__ = ["GgufTokenizer", "load_tokenizer", "read_tokenizer", "tokenizer_files",
            "tokenizer_path"]  # fmt: skip
@@ -103,22 +104,17 @@ class _Vocabulary:
         return found
 
     def scored_pairs(self, ids: dict[str, int]) -> list[tuple[str, str]]:
-        """Return the merges, best score first: each pair of tokens that concatenates to a token."""
-        found = []
+        """Return the merges by scores; note the scores of what they make, and whether some tie."""
+        scores, words = dict[str, float](), set[str]()
         for token, kind, score in zip(self.tokens, self.kinds, self.scores, strict=True):
-            if kind in (_CONTROL, _BYTE, _UNKNOWN):
-                continue
-            pairs = [
-                (score, token[:i], token[i:])
-                for i in range(1, len(token))
-                if token[:i] in ids and token[i:] in ids
-            ]
-            found += pairs
-            if pairs and kind != _USER_DEFINED:  # which is a whole word before any merge
-                self.merged[token] = score
+            if kind not in (_CONTROL, _BYTE, _UNKNOWN):
+                scores.setdefault(token, score)
+            if kind == _USER_DEFINED:  # which is a whole word before any merge
+                words.add(token)
+        merges = scored_merges(scores, ids)
+        self.merged = {t: scores[t] for t in map("".join, merges) if t not in words}
         self.has_ties = len(set(self.merged.values())) < len(self.merged)
-        found.sort(key=lambda pair: -pair[0])
-        return [(left, right) for _, left, right in found]
+        return merges
 
 
 class _LeftmostPieces:
@@ -140,10 +136,7 @@ class _LeftmostPieces:
 
     def _find_ends(self, text: str) -> tuple[int, ...]:
         """Return where pieces end: the best score is merged first, of equal ones the leftmost."""
-        ends, begins = (
-            list(range(1, len(text) + 1)),
-            list(range(len(text))),
-        )  # begins by last letter
+        ends, begins = list(range(1, len(text) + 1)), list(range(len(text)))  # by last letter
         heap: list[tuple[float, int, int, int]] = []
 
         def add(begin: int, middle: int) -> None:
