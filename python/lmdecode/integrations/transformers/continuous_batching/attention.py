@@ -67,7 +67,8 @@ def paged_attention_forward(
     softcap, s_aux
         As ``softcap`` and ``sinks`` of ``sliding_window_attention``.
     cache
-        ``PagedAttentionCache``, which stores the new keys and returns those that are seen.
+        ``PagedAttentionCache``, which stores the new keys and returns those that are seen. None:
+        the layer has called it before, as those of transformers 5.24 do.
     cu_seq_lens_q
         [requests + 1], where the queries of each request begin.
 
@@ -81,15 +82,16 @@ def paged_attention_forward(
     ValueError
         Without the cache of continuous batching, and for dropout.
     """
-    if cache is None or cu_seq_lens_q is None:
+    # The cache changes these arguments: cu_seq_lens_k becomes that of the layer.
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx, kwargs)
+    if cu_seq_lens_q is None or not isinstance(kwargs.get("cu_seq_lens_k"), Tensor):
         raise ValueError(
             f"lmdecode attention: attn_implementation is '{NAME}', which is for continuous "
             "batching alone, and there is no paged cache; expected 'lmdecode' here"
         )
     if dropout:
         raise ValueError(f"lmdecode attention: dropout is {dropout}; expected 0")
-    # The cache changes these arguments: cu_seq_lens_k becomes that of the layer.
-    key, value = cache.update(key, value, module.layer_idx, kwargs)
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]
     out = sliding_window_attention(
         *rows,

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import inspect
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from lmdecode._checks import MAX_INT, check_int, is_list
 from lmdecode.integrations.transformers.continuous_batching.attention import NAME, register_flash
+from lmdecode.integrations.transformers.continuous_batching.options import (
+    OF_REQUESTS,
+    checked_config,
+)
 from lmdecode.integrations.transformers.continuous_batching.sampling import (
     FusedProcessors,
     use_fused_sampling,
@@ -22,8 +29,6 @@ from lmdecode.integrations.transformers.continuous_batching.stored_prefixes impo
 from lmdecode.sampling.ops import row_seed
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
-
     from lmdecode.store import KVStore
 
 _CALL = "generate_batch"
@@ -55,8 +60,8 @@ class BatchingManager(ContinuousBatchingManager):
     Raises
     ------
     ValueError, TypeError
-        For a seed that is none, for a processor's argument that a request cannot have, and for a
-        store of another model.
+        For a seed that is none, for an option that continuous batching or a request cannot have,
+        and for a store of another model.
     """
 
     def __init__(
@@ -70,20 +75,48 @@ class BatchingManager(ContinuousBatchingManager):
     ) -> None:
         self._seed = _checked_seed(seed)
         register_flash()
-        config = generation_config or model.generation_config
-        if config.eos_token_id is None:  # as init_continuous_batching has it
-            config.eos_token_id = -1
+        config = checked_config(_CALL, generation_config or model.generation_config)
         batching = continuous_batching_config or ContinuousBatchingConfig()
         if store is not None:
             check_prefix_store(_CALL, model, batching, store)
         self._store = store
-        super().__init__(model, config, batching)
-        self._processors: FusedProcessors | None = None
-        if config.do_sample:
-            self._processors = FusedProcessors(
-                model._get_logits_processor(config), batching.drop_unsupported_processors
+        # What transformers itself reads; of the rest it would make processors without a prompt.
+        plain = GenerationConfig(**{name: getattr(config, name) for name in OF_REQUESTS})
+        plain.eos_token_id = -1 if config.eos_token_id is None else config.eos_token_id
+        self._config, self._model = config, model
+        processors = FusedProcessors(self._processors_of, bool(config.do_sample))
+        if processors.calls_any and model.device.type != "cpu":  # where the last token may be late
+            raise ValueError(
+                f"{_CALL}: the model is on {model.device}; expected the CPU with processors that "
+                "are called with the text so far, such as repetition_penalty"
             )
-            self.logit_processor = self._processors
+        super().__init__(model, plain, batching)
+        self._processors = processors if config.do_sample else None
+        if processors.do_processing:
+            self.logit_processor = processors
+
+    def _processors_of(
+        self, prompt: list[int], max_length: int | None, ends: Collection[int]
+    ) -> LogitsProcessorList:
+        """Return the processors of ``generate()`` for a prompt."""
+        config = copy.copy(self._config)
+        device = self._model.device
+        config._eos_token_tensor = torch.tensor(sorted(ends), device=device) if ends else None
+        config.max_length = max_length
+        processors: LogitsProcessorList = self._model._get_logits_processor(
+            config, len(prompt), torch.tensor([prompt], device=device), device=device
+        )
+        return processors
+
+    def _new_tokens(self, prompt: Sequence[int], max_new_tokens: int | None = None) -> int | None:
+        """Return the maximum number of new tokens; raise for a prompt without room for one."""
+        if len(prompt) == 0:
+            raise ValueError(f"{_CALL}: a prompt is empty; expected at least one token")
+        new = self._config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        name, longest = "max_new_tokens", self._config.max_length
+        if new is None and longest is not None:
+            name, new = f"max_length less {len(prompt)} tokens of a prompt", longest - len(prompt)
+        return new if new is None else check_int(_CALL, name, new, 1)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the attention of lmdecode; ``stop`` sets the model's own again."""
@@ -104,7 +137,10 @@ class BatchingManager(ContinuousBatchingManager):
         ValueError, TypeError
             For an argument that is none of a request's, before it is queued.
         """
-        own = {"max_new_tokens", "streaming", "record_timestamps", "eos_token_id"}
+        own = ("max_new_tokens", "streaming", "record_timestamps", "eos_token_id")
+        arguments |= dict(zip(own, args, strict=False))
+        new = self._new_tokens(input_ids, arguments.get("max_new_tokens"))
+        arguments["max_new_tokens"] = new
         asked = {name: value for name, value in arguments.items() if name not in own}
         if self._processors is None:
             if asked:
@@ -112,7 +148,7 @@ class BatchingManager(ContinuousBatchingManager):
                     f"{_CALL}: a request has {', '.join(map(repr, asked))}, and the generation "
                     "config has do_sample=False; expected no argument of sampling"
                 )
-            return super().add_request(input_ids, request_id, *args, **arguments)
+            return super().add_request(input_ids, request_id, **arguments)
         self._processors.check_request(asked)
         number = None
         if request_id is None:
@@ -124,7 +160,7 @@ class BatchingManager(ContinuousBatchingManager):
             number = int(request_id[4:])
         if arguments.get("seed") is None:
             arguments["seed"] = self._seed_of(number)
-        return super().add_request(input_ids, request_id, *args, **arguments)
+        return super().add_request(input_ids, request_id, **arguments)
 
     def _seed_of(self, number: int | None) -> int:
         if self._seed is not None and number is not None:
@@ -183,7 +219,8 @@ def generate_batch(
     store
         As of ``BatchingManager``.
     arguments
-        Further ones of ``model.generate_batch``: ``max_new_tokens``, ``progress_bar``, ...
+        Further ones of ``model.generate_batch``: ``progress_bar``, ...; and options of a
+        generation config, such as ``max_new_tokens``.
 
     Returns
     -------
@@ -193,10 +230,10 @@ def generate_batch(
     Raises
     ------
     ValueError, TypeError
-        For a seed that is none, one that does not fit the prompts, a store of another model, and
-        ``persistent_manager``.
+        For a seed that is none, one that does not fit the prompts, a store of another model,
+        ``persistent_manager``, an empty prompt, and an argument or an option that it cannot have.
     RuntimeError
-        Where the model keeps a manager of continuous batching already.
+        Where the model keeps a manager of continuous batching already, and where a request fails.
     """
     if arguments.pop("persistent_manager", False):
         raise ValueError(
@@ -213,15 +250,35 @@ def generate_batch(
             f"{_CALL}: the model keeps a manager of continuous batching; call "
             "model.destroy_cached_continuous_batching_manager() before"
         )
+    config = generation_config or model.generation_config
+    own = inspect.signature(model.generate_batch).parameters
+    if asked := {name: arguments.pop(name) for name in arguments.keys() - own.keys()}:
+        config = copy.deepcopy(config)
+        asked = config.update(**asked)  # what is no option
+    for name in asked:
+        raise TypeError(f"{_CALL}: {name} is given, which is no argument or option of this call")
     original = model.config._attn_implementation
     try:
         manager = BatchingManager(
-            model, generation_config, continuous_batching_config, seed=seeds, store=store
+            model, config, continuous_batching_config, seed=seeds, store=store
         )
+        for prompt in inputs:
+            manager._new_tokens(prompt)
         # transformers takes the manager that it finds here, and none of another class otherwise.
         model._cached_continuous_batching_manager = manager
-        return model.generate_batch(inputs, manager.generation_config, **arguments)
+        results = model.generate_batch(inputs, manager.generation_config, **arguments)
     finally:
         vars(model).pop("_cached_continuous_batching_manager", None)
         if NAME == model.config._attn_implementation != original:  # the manager has not started
             model.set_attn_implementation(original)
+    # transformers logs an error, and returns what there is.
+    failed = [f"{name}: {found.error}" for name, found in results.items() if found.error]
+    expected = len(inputs) * (config.num_return_sequences or 1)
+    if failed or len(results) != expected:
+        cause = manager.background_thread_status.fatal_error
+        what = failed[0] if failed else "transformers returned no result; its log has the reason"
+        lost = max(len(failed), expected - len(results))
+        raise RuntimeError(
+            f"{_CALL}: {lost} of {expected} requests failed, the first with {what}"
+        ) from cause
+    return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     )
 
 _OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+ProcessorsOf = Callable[[list[int], int | None, Collection[int]], LogitsProcessorList]
 # The name of a further sequence of a request ends with this and a number.
 _FORK = "__child#"
 
@@ -42,28 +44,35 @@ class FusedProcessors(ContinuousBatchingLogitsProcessorList):
     """The logits processors of continuous batching, the last of which a fused op replaces.
 
     Temperature, top-k, top-p, min-p and the seed are those of each request, or else the generation
-    config's. A request's noise is a function of its seed and of the length of its text alone.
+    config's. A request's noise is a function of its seed and of the length of its text alone. What
+    is not fused is called for each request by itself, with the whole of its text.
 
     Parameters
     ----------
-    processors
-        As ``generate()`` builds them.
-    drop_unsupported_processors
-        As of ``ContinuousBatchingConfig``.
+    processors_of
+        Returns the processors of ``generate()`` for a prompt, the longest text and end tokens.
+    do_sample
+        Whether tokens are drawn. False: all processors are called, and none is fused.
     """
 
-    def __init__(self, processors: LogitsProcessorList, drop_unsupported_processors: bool) -> None:
-        fusion = fuse_sampling(processors, do_sample=True)
-        called = fusion.processors or LogitsProcessorList()
+    def __init__(self, processors_of: ProcessorsOf, do_sample: bool) -> None:
+        self._processors_of, self._do_sample = processors_of, do_sample
+        called, stages = self._split(processors_of([0], 1, {0}))
         # A stage that something follows is called as it is, and is the same for all requests.
         taken = {name for item in called for name in fused_stages(item) or ()}
-        super().__init__(LogitsProcessorList(called), False, drop_unsupported_processors)
-        self._called = self.do_processing
-        self._stages = {**_OFF, **fusion.stages}
+        super().__init__(LogitsProcessorList(), False, False)
+        self.calls_any = len(called) > 0
+        self._stages = {**_OFF, **stages}
         self._names = ("seed", *(name for name in STAGES if name not in taken))
-        self.tensors_required = 2 * 2 + 4  # seed and position are of 64 bits
-        self.do_processing = True
+        self.tensors_required = 2 * 2 + 4 if do_sample else 0  # seed and position are of 64 bits
+        self.do_processing = do_sample or self.calls_any
+        self._texts: list[tuple[LogitsProcessorList, torch.Tensor]] = []
         self._arguments = torch.empty(self.tensors_required, 0, dtype=torch.int32, device="cpu")
+
+    def _split(self, processors: LogitsProcessorList) -> tuple[LogitsProcessorList, dict[str, Any]]:
+        """Return what is called, and the arguments of the op for the others."""
+        fusion = fuse_sampling(processors, self._do_sample)
+        return fusion.processors or LogitsProcessorList(), fusion.stages
 
     def check_request(self, arguments: dict[str, Any]) -> None:
         """Raise for what is no argument of a request."""
@@ -95,8 +104,10 @@ class FusedProcessors(ContinuousBatchingLogitsProcessorList):
         self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
     ) -> torch.Tensor:
         """Write the arguments of the requests that get a token, a column each."""
-        rows = [self._row(request.state) for request in requests_in_batch if request.has_new_token]
-        if rows:
+        states = [request.state for request in requests_in_batch if request.has_new_token]
+        self._texts = [self._text(state) for state in states] if self.calls_any else []
+        if states and self._do_sample:
+            rows = [self._row(state) for state in states]
             seeds, positions, *floats, top_k = zip(*rows, strict=True)
             counters = torch.tensor([seeds, positions], dtype=torch.int64, device="cpu")
             halves = counters.view(torch.int32).view(2, -1, 2).transpose(1, 2).reshape(4, -1)
@@ -106,6 +117,18 @@ class FusedProcessors(ContinuousBatchingLogitsProcessorList):
             )
             arg_storage[:, : len(rows)] = packed.to(arg_storage.device)
         return arg_storage
+
+    def _text(self, state: Any) -> tuple[LogitsProcessorList, torch.Tensor]:
+        """Return what is called for a request, and its text [1, length]."""
+        if not hasattr(state, "lmdecode_processors"):
+            # A request that was put back has the tokens that it had generated behind its prompt.
+            prompt = state.initial_tokens[: state._true_initial_tokens or None]
+            new = state.max_new_tokens
+            longest = None if new is None else len(state.initial_tokens) + new
+            processors = self._processors_of(prompt, longest, state._eos_token_ids)
+            state.lmdecode_processors = self._split(processors)[0]
+        text = torch.tensor([state.initial_tokens + state.generated_tokens], device="cpu")
+        return state.lmdecode_processors, text
 
     def _row(self, state: RequestState) -> _Row:
         asked = state.logit_processor_kwargs
@@ -124,9 +147,13 @@ class FusedProcessors(ContinuousBatchingLogitsProcessorList):
     ) -> torch.Tensor:
         """Call what is not fused; ``sample`` follows with the arguments of this call."""
         self._arguments = logits_processor_args
-        if self._called:
-            return super().__call__(input_ids, scores, logits_processor_args)
-        return scores
+        if not self._texts:
+            return scores
+        rows = [
+            processors(text.to(scores.device), scores[row : row + 1])  # type: ignore[arg-type]
+            for row, (processors, text) in enumerate(self._texts)
+        ]
+        return torch.cat([*rows, scores[len(rows) :]])
 
     def sample(self, return_logprobs: bool, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """Write a token for each row of ``scores`` [1, rows, V], as ``ModelRunner._sample`` does.
