@@ -103,6 +103,21 @@ def test_it_asks_for_few_log_probabilities(llm: Engine) -> None:
     assert llm.asked == [9] * 5
 
 
+def test_the_end_token_is_the_tokenizers(llm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM's own ``LLM.beam_search``; None is no end token."""
+    search = {"num_beams": 3, "max_new_tokens": 9}
+    ended = beam_search(llm, PROMPTS, eos_token_id=END, **search)
+    endless = beam_search(llm, PROMPTS, eos_token_id=None, **search)
+    monkeypatch.setattr(llm, "get_tokenizer", lambda: SimpleNamespace(eos_token_id=END))
+    for arguments, expected in (({}, ended), ({"eos_token_id": None}, endless)):
+        found = beam_search(llm, PROMPTS, **arguments, **search)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.sequences.tolist() == theirs.sequences.tolist()
+    assert any(
+        a.lengths.tolist() != b.lengths.tolist() for a, b in zip(ended, endless, strict=True)
+    )
+
+
 def test_texts_are_tokenized(llm: Engine) -> None:
     (found,) = beam_search(llm, ["ab"], num_beams=2, max_new_tokens=3)
     (expected,) = beam_search(llm, [[97 % VOCAB, 98 % VOCAB]], num_beams=2, max_new_tokens=3)

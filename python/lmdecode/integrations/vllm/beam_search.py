@@ -38,8 +38,8 @@ def beam_search(llm: Any, prompts: Sequence[Any], **arguments: Any) -> list[Beam
         Each a str, or a sequence of tokens.
     **arguments
         Of ``lmdecode.BeamRequest``, the same for all prompts: ``max_new_tokens``, which is needed,
-        ``num_beams``, ``length_penalty``, ``early_stopping``, ``eos_token_id``,
-        ``num_return_sequences``, groups and processors.
+        ``num_beams``, ``length_penalty``, ``early_stopping``, ``num_return_sequences``, groups and
+        processors; and ``eos_token_id``, by default the tokenizer's, as in vLLM: None is no end.
 
     Returns
     -------
@@ -70,6 +70,8 @@ def beam_search(llm: Any, prompts: Sequence[Any], **arguments: Any) -> list[Beam
         )
     if isinstance(prompts, str):
         raise type_error(_OP, "prompts", prompts, "a sequence of prompts")
+    if "eos_token_id" not in arguments:
+        arguments["eos_token_id"] = getattr(llm.get_tokenizer(), "eos_token_id", None)
     vocab = config.get_vocab_size()
     # The last column has the mass of all tokens that are not returned, and is never chosen.
     banned = [*arguments.pop("suppress_tokens", ()), vocab]
