@@ -27,7 +27,8 @@ VALUE_END = (
     rf"|\n[ \t]*(?:<parameter=|</function>{_GAP}</tool_call>)"
 )
 _MAX_DEPTH = 50
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"(?:[+-]\s*)?\.?[0-9](?:[0-9A-Za-z_.]|(?<=[eE])[+-])*")
+_INTEGER = re.compile(r"[+-]?(?:[0-9_]+|0[xXoObB]\w+)")
 _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
 _WORDS = {"True": True, "true": True, "False": False, "false": False,
           "None": None, "null": None, "none": None}  # fmt: skip
@@ -40,10 +41,15 @@ _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "
 
 
 class _Values:
-    """Reads values from a text at a place; raises ValueError."""
+    """Reads values from a text at a place; raises ValueError.
 
-    def __init__(self, text: str, at: int, quotes: Sequence[str], escapes: bool) -> None:
-        self.text, self.at, self._quotes, self._escapes = text, at, quotes, escapes
+    With ``is_python`` strings and numbers are Python's literals.
+    """
+
+    def __init__(self, text: str, at: int, quotes: Sequence[str], is_python: bool) -> None:
+        self.text, self.at, self._is_python = text, at, is_python
+        prefix = "([rRuU]?)" if is_python else "()"
+        self._begin = re.compile(f"{prefix}({'|'.join(map(re.escape, quotes))})")
 
     def skip(self) -> str:
         """Skip space; return what is next, empty at the end."""
@@ -64,23 +70,24 @@ class _Values:
         """Return the next value."""
         if depth > _MAX_DEPTH:
             raise ValueError(f"values of more than {_MAX_DEPTH} levels")
-        for quote in self._quotes:
-            if self.take(quote):
-                return self._string(quote)
+        if (text := self._strings()) is not None:
+            return text
         if self.take("["):
             return self._list("]", depth)
         if self.take("("):
-            return self._list(")", depth)
+            begin, found = self.at, self._list(")", depth)
+            is_tuple = len(found) != 1 or self.text[begin : self.at - 1].rstrip().endswith(",")
+            return found if is_tuple else found[0]
         if self.take("{"):
             return self.entries("}", ":", depth + 1)
-        found = _NUMBER.match(self.text, self.at)
-        if found is not None:
-            self.at = found.end()
-            return _number(found[0])
-        found = _WORD.match(self.text, self.at)
-        if found is not None and found[0] in _WORDS:
-            self.at = found.end()
-            return _WORDS[found[0]]
+        number = _NUMBER.match(self.text, self.at)
+        if number is not None:
+            self.at = number.end()
+            return _number("".join(number[0].split()), self._is_python)
+        word = _WORD.match(self.text, self.at)
+        if word is not None and word[0] in _WORDS:
+            self.at = word.end()
+            return _WORDS[word[0]]
         raise ValueError(f"no value at {self.text[self.at : self.at + 20]!r}")
 
     def _list(self, close: str, depth: int) -> list[Any]:
@@ -100,6 +107,8 @@ class _Values:
             key = self._key()
             if not self.take(between):
                 raise ValueError(f"{key} without {between}")
+            if between == "=" and key in found:
+                raise ValueError(f"{key} twice")
             found[key] = self.value(depth)
             if not self.take(","):
                 if not self.take(close):
@@ -108,30 +117,46 @@ class _Values:
         return found
 
     def _key(self) -> str:
-        for quote in self._quotes:
-            if self.take(quote):
-                return self._string(quote)
-        self.skip()
+        if (text := self._strings()) is not None:
+            return text
         found = _WORD.match(self.text, self.at)
         if found is None:
             raise ValueError(f"no key at {self.text[self.at : self.at + 20]!r}")
         self.at = found.end()
         return found[0]
 
-    def _string(self, quote: str) -> str:
+    def _strings(self) -> str | None:
+        """Return the string that is next; of Python all of them as one; None: there is none."""
+        parts: list[str] = []
+        self.skip()
+        while (found := self._begin.match(self.text, self.at)) is not None:
+            self.at = found.end()
+            parts.append(self._string(found[2], found[1].lower() == "r"))
+            if not self._is_python:
+                break
+            self.skip()
+        # Two surrogates become the one character that JSON has for them.
+        data = "".join(parts).encode("utf-16-le", "surrogatepass")
+        return data.decode("utf-16-le", "surrogatepass") if parts else None
+
+    def _string(self, quote: str, is_raw: bool) -> str:
         parts: list[str] = []
         while True:
             end = self.text.find(quote, self.at)
             if end < 0:
                 raise ValueError("a string that does not end")
-            escape = self.text.find("\\", self.at, end) if self._escapes else -1
+            escape = self.text.find("\\", self.at, end) if self._is_python else -1
             if escape < 0:
                 parts.append(self.text[self.at : end])
                 self.at = end + len(quote)
                 return "".join(parts)
             parts.append(self.text[self.at : escape])
             self.at = escape + 1
-            parts.append(self._escape())
+            if is_raw:  # where a backslash keeps a quote from ending it, too
+                parts.append(self.text[escape : escape + 2])
+                self.at += 1
+            else:
+                parts.append(self._escape())
 
     def _escape(self) -> str:
         kind = self.text[self.at : self.at + 1]
@@ -149,25 +174,20 @@ class _Values:
         if not re.fullmatch(r"[0-9A-Fa-f]+", code) or len(code) < digits:
             raise ValueError(f"no character \\{kind}{code}")
         self.at += digits
-        number = int(code, 16)
-        if 0xD800 <= number < 0xDC00 and self.text[self.at : self.at + 2] == "\\u":
-            low = self.text[self.at + 2 : self.at + 6]
-            if re.fullmatch(r"[Dd][C-Fc-f][0-9A-Fa-f]{2}", low):
-                self.at += 6
-                number = 0x10000 + ((number - 0xD800) << 10) + int(low, 16) - 0xDC00
-        return chr(number) if number < 0x110000 else "\ufffd"
+        return chr(min(int(code, 16), 0x110000))  # for which it raises ValueError
 
 
-def _number(text: str) -> int | float:
-    if re.fullmatch(r"[+-]?\d+", text):
-        if len(text) > 1000:
-            raise ValueError("an integer of more than 1000 digits")
-        return int(text)
+def _number(text: str, is_python: bool) -> int | float:
+    """Return a number; raise ValueError for what is none, such as 0123 of Python."""
+    if len(text) > 1000:
+        raise ValueError("a number of more than 1000 digits")
+    if _INTEGER.fullmatch(text):
+        return int(text, 0 if is_python else 10)
     return float(text)
 
 
 def read_arguments(
-    text: str, at: int, close: str, between: str, quotes: Sequence[str], escapes: bool = True
+    text: str, at: int, close: str, between: str, quotes: Sequence[str], is_python: bool = True
 ) -> tuple[dict[str, Any], int]:
     """Read keys and values.
 
@@ -179,8 +199,9 @@ def read_arguments(
         What ends them, and what stands between a key and its value.
     quotes : sequence of str
         What is before and behind a string.
-    escapes : bool
-        Whether a string has escapes.
+    is_python : bool
+        Whether strings and numbers are Python's literals: with escapes, prefixes, several strings
+        as one, numbers in other bases. False: a string has no escape.
 
     Returns
     -------
@@ -192,7 +213,7 @@ def read_arguments(
     ValueError
         The text is something else.
     """
-    values = _Values(text, at, quotes, escapes)
+    values = _Values(text, at, quotes, is_python)
     return values.entries(close, between, 0), values.at
 
 
