@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -54,6 +55,29 @@ def test_fields(body: dict[str, Any], want: Any) -> None:
     assert grammar_of_body({"temperature": 1, **body}) == want
 
 
+def test_objects_may_be_closed_and_have_no_space() -> None:
+    """vLLM 0.32.0 has both as options of its engine, by these rules; here a request has them."""
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    odd = {"additionalProperties": {"type": "object"}, "properties": {}}
+    schema = {"properties": {"properties": {"anyOf": [inner, odd]}, "c": {"type": "object"}},
+              "$defs": {"x": inner}, "items": [inner], "enum": [inner]}  # fmt: skip
+    closed = {**inner, "additionalProperties": False}
+    wanted = {"properties": {"properties": {"anyOf": [closed, odd]}, "c": {"type": "object"}},
+              "$defs": {"x": closed}, "items": [closed], "enum": [inner],
+              "additionalProperties": False}  # fmt: skip
+
+    def source(**fields: Any) -> Any:
+        return grammar_of_body({"structured_outputs": fields})
+
+    for one in (schema, json.dumps(schema)):
+        assert source(json=one, disable_additional_properties=True) == json_schema(wanted)
+        assert source(json=one, disable_additional_properties=False) == json_schema(schema)
+    tight = source(json=schema, disable_any_whitespace=True)
+    assert json.loads(tight.text)["x-guidance"] == {"whitespace_pattern": ""}
+    tight = source(json_object=True, disable_any_whitespace=True)
+    assert json.loads(tight.text)["x-guidance"] == {"whitespace_pattern": ""}
+
+
 def test_the_field_is_the_one_that_asks() -> None:
     text = {"response_format": {"type": "text"}, "structured_outputs": {}, "guided_json": None}
     assert grammar_field({**text, "guided_regex": "("}) == "guided_regex"
@@ -86,6 +110,8 @@ FORMAT = "response_format"
         ({"structured_outputs": []}, "structured_outputs", "expected an object"),
         ({"structured_outputs": {"odd": 1}}, "structured_outputs.odd", "is unknown"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "a bool"),
+        ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": 1}},
+         "structured_outputs.disable_additional_properties", "a bool"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs",
          "has json and regex; expected one"),
         ({"guided_json": SCHEMA, "grammar": GBNF}, "grammar", "beside guided_json"),

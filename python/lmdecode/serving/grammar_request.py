@@ -55,10 +55,10 @@ def _schema(param: str, value: Any) -> GrammarSource:
     return json_schema(value)
 
 
-def _object(param: str, value: Any) -> GrammarSource | None:
+def _switch(param: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise FieldError(param, f"is of type {type(value).__name__}; expected a bool")
-    return json_object() if value else None
+    return value
 
 
 def _choice(param: str, value: Any) -> GrammarSource:
@@ -104,14 +104,24 @@ def _response_format(param: str, value: Any) -> GrammarSource | None:
 def _structured_outputs(param: str, value: Any) -> GrammarSource | None:
     if not isinstance(value, Mapping):
         raise FieldError(param, f"is of type {type(value).__name__}; expected an object")
-    found = {}
+    on = [value.get(n) is not None and _switch(f"{param}.{n}", value[n]) for n in _SWITCHES]
+    options = {"is_closed": on[0], **({"space": ""} if on[1] else {})}
+
+    def schema(_: str, given: Any) -> GrammarSource:
+        return json_schema(given, **options)
+
+    def any_object(where: str, given: Any) -> GrammarSource | None:
+        return schema(where, {"type": "object"}) if _switch(where, given) else None
+
+    readers: dict[str, _Reader] = {"json": schema, "json_object": any_object, **_STRUCTURED}
+    found: dict[str, GrammarSource] = {}
     for name, given in value.items():
-        if given is None or name in _WITHOUT_EFFECT:
+        if given is None or name in (*_SWITCHES, *_WITHOUT_EFFECT):
             continue
-        if name not in _STRUCTURED:
-            expected = ", ".join(_STRUCTURED)
+        if name not in readers:
+            expected = ", ".join((*readers, *_SWITCHES))
             raise FieldError(f"{param}.{name:.80}", f"is unknown; expected one of {expected}")
-        source = _within(f"{param}.{name}", given, _STRUCTURED[name])
+        source = _within(f"{param}.{name}", given, readers[name])
         if source is not None:
             found[name] = source
     if len(found) > 1:
@@ -129,15 +139,11 @@ def _within(param: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
         raise FieldError(param, str(error), ": ") from None
 
 
-# Of vLLM: they change how a grammar is written, not what it allows.
-_WITHOUT_EFFECT = frozenset(
-    {"disable_fallback", "disable_any_whitespace", "disable_additional_properties",
-     "whitespace_pattern"}
-)  # fmt: skip
+_SWITCHES = ("disable_additional_properties", "disable_any_whitespace")
+# Of vLLM, whose grammars have one compiler or another, and none reads the pattern.
+_WITHOUT_EFFECT = ("disable_fallback", "whitespace_pattern")
 _Reader = Callable[[str, Any], GrammarSource | None]
 _STRUCTURED: dict[str, _Reader] = {
-    "json": _schema,
-    "json_object": _object,
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,

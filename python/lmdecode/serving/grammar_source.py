@@ -21,8 +21,11 @@ _MAX_BRACKETS = 10_000  # that open, and rules: the compiler goes through them b
 _MAX_TERMINAL = 100_000  # characters of a terminal with all that it names
 # Between the parts of JSON: nothing, a space, or a new line and its indentation. Without a bound a
 # small model never leaves it.
-_SPACE = r"( |\n{1,2}[ \t]{0,20})"
-_SHORT_SPACE = " "
+SPACE = r"( |\n{1,2}[ \t]{0,20})"
+SHORT_SPACE = " "
+# Whose values are schemas by names, or no schemas.
+_MAPS = "properties patternProperties $defs definitions dependentSchemas dependencies".split()
+_VALUES = ("enum", "const", "default", "examples")
 _DEFINITION = re.compile(r"^[ \t]*[?!]?([A-Za-z_][\w-]*)(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 # A literal that does not end goes to the end of its line: or else each quote in it begins a search.
 _QUOTED = re.compile(
@@ -53,9 +56,26 @@ def json_object() -> GrammarSource:
     return GrammarSource("json_schema", schema_text({"type": "object"}))
 
 
-def json_schema(schema: Any, *, strict: bool = True) -> GrammarSource:
+def json_schema(schema: Any, **options: Any) -> GrammarSource:
     """Return the grammar of JSON that a schema allows; see ``schema_text``."""
-    return GrammarSource("json_schema", schema_text(schema, strict=strict))
+    return GrammarSource("json_schema", schema_text(schema, **options))
+
+
+def _closed(schema: Any, is_map: bool = False) -> Any:
+    """Return a schema whose objects with ``properties`` have no others, unless it says so."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        name: value
+        if name in _VALUES and not is_map
+        else _closed(value, not is_map and name in _MAPS)
+        for name, value in schema.items()
+    }
+    if not is_map and any(isinstance(found.get(name), dict) for name in _MAPS[:2]):
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 def choice(choices: Sequence[str]) -> GrammarSource:
@@ -83,7 +103,9 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def schema_text(schema: Any, *, strict: bool = True, is_short: bool = False) -> str:
+def schema_text(
+    schema: Any, *, strict: bool = True, space: str = SPACE, is_closed: bool = False
+) -> str:
     """Return a JSON schema as the compiler takes it, and after ``%json`` in Lark.
 
     Parameters
@@ -93,9 +115,11 @@ def schema_text(schema: Any, *, strict: bool = True, is_short: bool = False) -> 
     strict : bool
         Whether a keyword that cannot be kept is an error. False: it is left out, and ``oneOf`` is
         ``anyOf``.
-    is_short : bool
-        Whether at most a space is between the parts of JSON, as in calls of tools. False: also two
-        new lines with an indentation of 20.
+    space : str
+        A regular expression of what may be between the parts of JSON: ``SHORT_SPACE`` in calls of
+        tools, empty for nothing.
+    is_closed : bool
+        Whether an object that names its keys has no others where it does not say so.
 
     Raises
     ------
@@ -117,7 +141,9 @@ def schema_text(schema: Any, *, strict: bool = True, is_short: bool = False) -> 
         what = "false, which allows nothing" if schema is False else type(schema).__name__
         raise TypeError(f"the schema is {what}; expected an object")
     _check_schema(schema)
-    options: dict[str, Any] = {"whitespace_pattern": _SHORT_SPACE if is_short else _SPACE}
+    if is_closed:
+        schema = _closed(schema)
+    options: dict[str, Any] = {"whitespace_pattern": space}
     if not strict:
         options["lenient"] = True
     schema = _with_any_of(schema)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from lmdecode.serving.grammar_source import literal, schema_text
+from lmdecode.serving.grammar_source import SHORT_SPACE, literal, schema_text
 from lmdecode.serving.tool_values import (
     VALUE_END,
     allowed_types,
@@ -227,7 +227,7 @@ class _Rules:
     def _json(schema: Any, root: Mapping[str, Any], is_strict: bool) -> str:
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         whole = {**shared, **schema} if isinstance(schema, dict) else schema
-        return f"%json {schema_text(whole, strict=is_strict, is_short=True)}"
+        return f"%json {schema_text(whole, strict=is_strict, space=SHORT_SPACE)}"
 
     def _tag(
         self, name: str, key: str, schema: Any, root: Mapping[str, Any], is_strict: bool
@@ -340,7 +340,7 @@ class _Rules:
             plain = {"type": sorted(rest), **limits}
             bodies.append(
                 self.add(
-                    f"{name}_n", f"%json {schema_text(plain, strict=is_strict, is_short=True)}"
+                    f"{name}_n", f"%json {schema_text(plain, strict=is_strict, space=SHORT_SPACE)}"
                 )
             )
         return " | ".join(bodies)
