@@ -270,3 +270,23 @@ def test_the_token_that_ends_a_turn(name: str, end: str | None) -> None:
     template = ChatTemplate(TEMPLATES[name], special_tokens=SPECIAL)
     found = end_of_turn(template, tokenizer)
     assert found == (None if end is None else tokenizer.inner.token_to_id(end))
+
+
+@pytest.mark.parametrize(
+    ("loop", "reads_parts"),
+    [
+        ("for c in message['content']", True), ('for c in message["content"]', True),
+        ("for c in message.content", True), ("for c in content", True),
+        ("for c in message['content'] | selectattr('type')", True),
+        ("for c in message.content if c.type == 'text'", True),
+        ("for c in message['content'][1:]", True), ("for c in message.content.split('x')", False),
+        ("for c in message['tool_calls']", False), ("for c in message['content'].items()", False),
+        ("for c in contents", False), ("for c in message.contents", False),
+    ],
+)  # fmt: skip
+def test_a_loop_over_a_content_reads_its_parts(loop: str, reads_parts: bool) -> None:
+    """What vLLM 0.32.0 tells by the tree of the template."""
+    for begin, end in (("{% ", " %}"), ("{%- ", " -%}"), ("{%-\n", "\n%}")):
+        source = f"{{% for message in messages %}}{begin}{loop}{end}x{{% endfor %}}{{% endfor %}}"
+        template = ChatTemplate(source, special_tokens={})
+        assert template.reads_parts() == template.reads_parts(has_tools=True) == reads_parts

@@ -133,6 +133,37 @@ def test_searches() -> None:
     }  # fmt: skip
     with pytest.raises(BadRequest, match="n is 4; expected at most num_beams, 3"):
         read(num_beams=3, n=4)
+    with pytest.raises(BadRequest, match="stop is given; expected none with num_beams above 1"):
+        read(num_beams=3, stop="b")
+    assert read(num_beams=1, stop="b").stops == ("b",)
+
+
+class Words(Bytes):
+    def encode(self, text: str, **_: Any) -> list[int]:
+        known = {"god": [1], " god": [2], "ark": [3], " ark": [4, 3], "ox": [5, 6], " ox": [7, 6],
+                 "same": [8], " same": [8], "none": [9], " none": [], "": [], " ": [4]}  # fmt: skip
+        return known[text]
+
+
+def test_bad_words_are_those_of_vllm() -> None:
+    """Of vLLM 0.32.0: behind a space, too, if that has as many tokens and another first one."""
+
+    def banned(*words: str) -> Any:
+        tokenizer: Any = Words()
+        fields = Fields({"bad_words": list(words)})
+        return read_parameters(fields, tokenizer, {}, (END,), VOCAB).arguments["bad_words_ids"]
+
+    assert banned("god") == banned(" god") == [[1], [2]]
+    assert banned("ark", "same", "none") == [[3], [8], [9]]
+    assert banned("ox", "god") == [[5, 6], [7, 6], [1], [2]]
+    with pytest.raises(BadRequest, match="bad_words has ' ', which has no token"):
+        banned(" ")
+
+
+def test_tokens_of_a_request_are_named_where_they_end_an_answer() -> None:
+    assert read(stop_token_ids=[3, END]).stop_tokens == {3}, "the tokenizer's own end is not"
+    assert read(stop_token_ids=[3, END], ignore_eos=True).stop_tokens == {3, END}
+    assert read().stop_tokens == frozenset()
 
 
 @pytest.mark.parametrize(

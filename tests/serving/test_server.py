@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from lmdecode.serving.chat_template import ChatTemplate
 from lmdecode.serving.fields import Fields
 from lmdecode.serving.messages import read_messages
 from lmdecode.serving.text_model import TextModel
 from lmdecode.serving.tokenizer import Tokenizer
 from lmdecode.serving.writing import AnswerWriter
-from tests.serving.servers import KJV, NAME, call, events, load_model, post, served
+from tests.serving.servers import KJV, NAME, TEMPLATE, call, events, load_model, post, served
 
 PROMPT = "And the LORD spake unto Moses"
 
@@ -96,6 +98,48 @@ def test_stop_texts(port: int) -> None:
         assert wanted.startswith("".join(choice["logprobs"]["tokens"]))
 
 
+@pytest.mark.parametrize("beams", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_stop_tokens(model: TextModel, port: int, kept: bool, beams: dict[str, Any]) -> None:
+    """As vLLM: ``stop_reason`` is the token, and ``include_stop_str_in_output`` keeps it."""
+    asks: list[dict[str, Any]] = [
+        {"prompt": PROMPT, "logprobs": 0},
+        {"messages": [{"role": "user", "content": "Speak"}], "logprobs": True},
+    ]
+    for ask in asks:
+        path = "/v1/completions" if "prompt" in ask else "/v1/chat/completions"
+        body = {**ask, "max_tokens": 8, "temperature": 0}
+        if beams:
+            body = {**beams, **body}
+            del body["logprobs"], body["temperature"]
+
+        def answer(**more: Any) -> tuple[str, Any]:
+            whole = post(port, path, {**body, **more})[1]["choices"][0]  # noqa: B023
+            text = whole["text"] if "text" in whole else whole["message"]["content"]
+            got = events(post(port, path, {**body, **more, "stream": True})[1])  # noqa: B023
+            pieces = [piece["choices"][0] for piece in got]
+            assert text == "".join(p.get("text") or p.get("delta", {}).get("content", "")
+                                   for p in pieces)  # fmt: skip
+            assert pieces[-1].get("stop_reason") == whole.get("stop_reason")
+            assert all(piece.get("stop_reason") is None for piece in pieces[:-1])
+            assert whole["finish_reason"] == ("stop" if more else "length")
+            return text, whole
+
+        text, _ = answer()
+        tokens = model.tokenizer.encode(text, add_special_tokens=False)[3:]
+        words = {token: model.tokenizer.decode([token]).strip() for token in tokens}
+        stop, word = next((token, word) for token, word in words.items() if word.isalpha())
+        cut, whole = answer(stop_token_ids=[stop], include_stop_str_in_output=kept)
+        assert (whole["stop_reason"] == stop and text.startswith(cut)) or beams
+        assert cut.endswith(word) == kept
+        if kept and not beams:
+            tokens = whole["logprobs"].get("tokens") or whole["logprobs"]["content"]
+            assert len(tokens) == len(model.tokenizer.encode(cut, add_special_tokens=False))
+        answered = post(port, path, {**body, "stop_token_ids": [stop], "logit_bias": {"1": 100},
+                                     "num_beams": 1})[1]["choices"][0]  # fmt: skip
+        assert answered["finish_reason"] == "stop" and answered.get("stop_reason") is None
+
+
 def test_several_prompts_echo_and_tokens(model: TextModel, port: int) -> None:
     prompts = [PROMPT, "In the beginning"]
     tokens = [model.tokenizer.encode(prompt) for prompt in prompts]
@@ -142,7 +186,7 @@ def test_chats_use_the_template(model: TextModel, port: int) -> None:
     ask = {"messages": messages, "max_completion_tokens": 6, "temperature": 0}
     got = post(port, "/v1/chat/completions", ask)[1]
     assert got["object"] == "chat.completion"
-    rendered = "<s>system: Be brief\nuser: Who?\nassistant:"
+    rendered = "<s>system: Be brief\nuser: Who\n?\nassistant:"
     plain = post(port, "/v1/completions", {"prompt": rendered, "max_tokens": 6, "temperature": 0,
                                            "add_special_tokens": False})[1]  # fmt: skip
     assert got["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
@@ -150,6 +194,30 @@ def test_chats_use_the_template(model: TextModel, port: int) -> None:
     assert tokens["count"] == got["usage"]["prompt_tokens"] == len(tokens["tokens"])
     back = post(port, "/detokenize", {"tokens": tokens["tokens"]})[1]
     assert back["content"] == rendered
+
+
+def test_parts_of_a_message_are_lines_unless_the_template_writes_them(model: TextModel) -> None:
+    """As vLLM 0.32.0, which looks for a loop over a content in the template."""
+    talk = [{"role": "system", "content": [{"type": "text", "text": "And it"}]},
+            {"role": "user", "content": [{"type": "text", "text": "And it"}, "came"]},
+            {"role": "assistant", "content": [{"type": "text", "text": "a"},
+                                              {"type": "refusal", "refusal": "b"}]},
+            {"role": "tool", "content": [{"type": "text", "text": "c"},
+                                         {"type": "text", "text": "d"}]}]  # fmt: skip
+    loop = (
+        "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+        "{%- for part in m['content'] -%}<{{ part.text }}>{% endfor %}{% endif %};{% endfor %}"
+    )
+    wanted = {
+        TEMPLATE: "<s>system: And it\nuser: And it\ncame\nassistant: a\nb\ntool: c\nd\n",
+        loop: "system:And it;user:<And it><came>;assistant:<a><b>;tool:c\nd;",
+    }
+    for template, text in wanted.items():
+        own = ChatTemplate(template, special_tokens={"bos_token": "<s>"})
+        with served(dataclasses.replace(model, template=own)) as port:
+            body = {"messages": talk, "add_generation_prompt": False}
+            tokens = post(port, "/tokenize", body)[1]["tokens"]
+            assert post(port, "/detokenize", {"tokens": tokens})[1]["content"] == text
 
 
 def test_what_clients_echo_in_messages_is_left_aside(port: int) -> None:

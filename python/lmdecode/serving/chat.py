@@ -32,6 +32,7 @@ _FIELDS = COMMON_FIELDS | CHAT_PROMPT_FIELDS | {
 _REFUSED = {
     "audio": "the model writes text",
     "prediction": "there is no predicted output",
+    "moderation": "the server judges no text",
     "functions": "expected tools",
     "function_call": "expected tool_choice",
     "web_search_options": "the server does not search",
@@ -193,7 +194,7 @@ class Chat:
                     "message": body,
                     "logprobs": self._logprobs(piece),
                     "finish_reason": self._reason(piece, message),
-                    "stop_reason": answer.writer.stop,
+                    "stop_reason": answer.stop_reason,
                 }
             )
         return self.envelope.body(choices, work.usage)
@@ -214,7 +215,7 @@ class Chat:
                 choice = self._choice(answer, delta, logprobs, None)
                 if is_last and delta is deltas[-1]:
                     choice["finish_reason"] = self._reason(piece, message)
-                    choice["stop_reason"] = answer.writer.stop
+                    choice["stop_reason"] = answer.stop_reason
                 yield self.envelope.body([choice], work.usage_of_piece)
                 logprobs = None
         if self.job.parameters.includes_usage:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -20,6 +21,10 @@ __all__ = ["ChatTemplate"]
 _OP = "ChatTemplate"
 # What the text of a message's thoughts is called; templates read the first, or thinking.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# A loop over the parts of a content; or a part of it: ``for x in message['content'][1:]``.
+_OVER_PARTS = re.compile(
+    r"{%[-+]?\s*for\s+\w+\s+in\s+(?:[\w.\[\]'\"]*[.'\"])?content(?:['\"]\])?\s*(?:[|\[]|if\b|[-+]?%})"
+)
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -181,6 +186,10 @@ class ChatTemplate:
     def text(self, *, has_tools: bool = False) -> str:
         """Return the template that is taken with tools, or without."""
         return self._sources[self._name(has_tools)]
+
+    def reads_parts(self, *, has_tools: bool = False) -> bool:
+        """Whether the template that is taken writes the parts of a content, and not one text."""
+        return _OVER_PARTS.search(self.text(has_tools=has_tools)) is not None
 
     def _name(self, has_tools: bool) -> str:
         if has_tools and "tool_use" in self._sources and not isinstance(self.source, str):

@@ -104,7 +104,7 @@ class Completion:
             echo.offsets = writer.push(items).offsets + writer.finish().offsets
 
     def _choice(
-        self, index: int, piece: Piece, stop: str | None = None, *, begins: bool = True
+        self, index: int, piece: Piece, stop: str | int | None = None, *, begins: bool = True
     ) -> dict[str, Any]:
         """Return a piece of an answer, or all of it; ``begins``: what it begins with is in front.
 
@@ -138,7 +138,7 @@ class Completion:
         """Return the body of all answers, when they have ended."""
         pieces = await work.wholes()
         choices = [
-            self._choice(answer.index, piece, answer.writer.stop)
+            self._choice(answer.index, piece, answer.stop_reason)
             for answer, piece in zip(work.answers, pieces, strict=True)
         ]
         return self.envelope.body(choices, work.usage)
@@ -149,7 +149,7 @@ class Completion:
         async for answer, piece in work.pieces():
             begins = answer.index not in begun
             begun.add(answer.index)
-            choice = self._choice(answer.index, piece, answer.writer.stop, begins=begins)
+            choice = self._choice(answer.index, piece, answer.stop_reason, begins=begins)
             yield self.envelope.body([choice], work.usage_of_piece)
         if self.job.parameters.includes_usage:
             yield self.envelope.body([], work.usage)

@@ -9,13 +9,14 @@ from typing import Any
 from lmdecode.serving.errors import BadRequest
 from lmdecode.serving.fields import Fields, shown
 
-__all__ = ["read_messages"]
+__all__ = ["joined_parts", "read_messages"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MOST_MESSAGES = 4096
 _MOST_CALLS = 4096  # of tools, in one message
 # Others that are not read, such as id, refusal and annotations, are what clients echo.
 _REFUSED = {
+    "audio": "the model reads text",
     "contents": "expected content",
     "function_call": "expected tool_calls",
     "images": "the model reads text",
@@ -27,8 +28,15 @@ _REFUSED = {
 _THOUGHTS = ("reasoning", "thinking")  # of other servers and clients, where they may be no text
 
 
-def _content(value: Any, where: str) -> str:
-    """Return the text of a content: a text, or a list of parts of text."""
+def joined_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a text: that of its parts, a line each, as in vLLM."""
+    if isinstance(message["content"], str):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
+
+
+def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return a content: a text, or a list of several parts of text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -48,7 +56,8 @@ def _content(value: Any, where: str) -> str:
         if isinstance(kind, str) and kind not in ("text", "refusal"):
             raise BadRequest(where, f"{where}[{i}] is {kind[:40]!r}; expected text, all it reads")
         raise BadRequest(where, f"{where}[{i}] is {shown(part)}; expected a part with a text")
-    return "".join(texts)
+    parts = [{"type": "text", "text": text} for text in texts]
+    return parts if len(parts) > 1 else "".join(texts)
 
 
 def _call(value: Any, where: str) -> dict[str, Any]:
@@ -95,6 +104,8 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         message["content"] = ""
     else:
         message["content"] = _content(content, f"{where}.content")
+        if role == "tool":  # whose parts few templates write
+            message = joined_parts(message)
     for name in ("name", "tool_call_id", "reasoning_content"):
         text = value.get(name)
         if text is None:
@@ -109,7 +120,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 
 
 def read_messages(fields: Fields) -> list[dict[str, Any]]:
-    """Return the messages of a chat.
+    """Return the messages of a chat. A content of several parts is a list of them.
 
     Raises
     ------

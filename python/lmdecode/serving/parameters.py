@@ -49,7 +49,7 @@ NAMES: Mapping[str, str] = {"eos_token_id": "stop_token_ids", "max_new_tokens": 
 # Of the caller, or advice to a service: without effect.
 _WITHOUT_EFFECT = (
     "user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "cache_prompt", "verbosity",
+    "prompt_cache_retention", "prompt_cache_options", "cache_prompt", "verbosity",
 )  # fmt: skip
 COMMON_FIELDS = frozenset(
     ("model", "n", "stop", "seed", "stream", "stream_options", "max_tokens", "logit_bias",
@@ -76,8 +76,10 @@ class Parameters:
         Whether a beam search finds the answers.
     stops : tuple of str
         Texts that end an answer.
+    stop_tokens : frozenset of int
+        End tokens that an answer names where one of them ended it.
     keeps_stop : bool
-        Whether the answer has the text that ended it.
+        Whether the answer has the text, or the token, that ended it.
     skips_special : bool
         Whether special tokens are left out of the text.
     stream, includes_usage, repeats_usage : bool
@@ -90,6 +92,7 @@ class Parameters:
     seed: int | None
     is_search: bool
     stops: tuple[str, ...]
+    stop_tokens: frozenset[int]
     keeps_stop: bool
     skips_special: bool
     stream: bool
@@ -119,16 +122,21 @@ def check_model(fields: Fields, name: str) -> None:
         raise RequestError(404, message, "model", "model_not_found")
 
 
-def _words(fields: Fields, name: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the tokens of the words of a field."""
-    words = []
+def _words(fields: Fields, name: str, tokenizer: Tokenizer, both: bool = False) -> list[list[int]]:
+    """Return the tokens of the words of a field, with ``both`` also those behind a space."""
+    words: list[list[int]] = []
     for text in fields.texts(name, _MOST_WORDS, _LONGEST_WORD):
+        word = text.lstrip() if both else text
         try:
-            words.append(tokenizer.encode(text, add_special_tokens=False))
+            tokens = tokenizer.encode(word, add_special_tokens=False)
+            spaced = tokenizer.encode(f" {word}", add_special_tokens=False) if both else []
         except (TypeError, ValueError) as error:
             raise BadRequest(name, f"{name} has {shown(text)}: {reason_of(error)}") from error
-        if not words[-1]:
+        if not tokens:
             raise BadRequest(name, f"{name} has {shown(text)}, which has no token")
+        words.append(tokens)
+        if len(spaced) == len(tokens) and spaced[0] != tokens[0]:  # as vLLM has it
+            words.append(spaced)
     return words
 
 
@@ -166,7 +174,7 @@ def _sampling_of(fields: Fields, tokenizer: Tokenizer, vocab: int) -> dict[str, 
                             ("temperature", 0.0, 100.0)):  # fmt: skip
         if name in arguments:
             fields.number(name, low, high)
-    if words := _words(fields, "bad_words", tokenizer):
+    if words := _words(fields, "bad_words", tokenizer, both=True):
         others = arguments.get("bad_words_ids", [])
         if not isinstance(others, list):
             raise fields.error("bad_words_ids", "a list of lists of ints")
@@ -232,6 +240,9 @@ def read_parameters(
     num_beams = fields.integer("num_beams", 1, 1 << 16) or 1
     is_search = num_beams > 1
     if is_search:
+        if "stop" in fields:
+            raise BadRequest("stop", "stop is given; expected none with num_beams above 1: the "
+                             "tokens of stop_token_ids end a search")  # fmt: skip
         for name in _SEARCH:
             if name in fields:
                 arguments[name] = fields.get(name)
@@ -244,7 +255,9 @@ def read_parameters(
         is_greedy = defaults.get("do_sample") is False and "temperature" not in fields
         arguments["do_sample"] = not is_greedy and arguments.get("temperature", 1.0) > 0
     ends = [] if fields.boolean("ignore_eos") else list(eos_token_ids)
-    ends += fields.integers("stop_token_ids", _MOST_TOKENS, 0, vocab - 1)
+    stop_tokens = fields.integers("stop_token_ids", _MOST_TOKENS, 0, vocab - 1)
+    own_end = ends[:1]  # the tokenizer's, which is never named
+    ends += stop_tokens
     arguments["eos_token_id"] = list(dict.fromkeys(ends))
     arguments["min_tokens"] = fields.integer("min_tokens", 0, MAX_INT) or 0
     n = fields.integer("n", 1, _MOST_CHOICES) or 1
@@ -273,6 +286,7 @@ def read_parameters(
         None if seed is None else seed & MAX_INT,
         is_search,
         tuple(fields.texts("stop", _MOST_STOPS, _LONGEST_STOP)),
+        frozenset(stop_tokens) - frozenset(own_end),
         fields.boolean("include_stop_str_in_output"),
         fields.boolean("skip_special_tokens", True),
         stream,

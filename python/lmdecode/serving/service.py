@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from lmdecode.serving.grammar_request import (
     grammar_of_body,
 )
 from lmdecode.serving.grammar_source import GrammarSource
+from lmdecode.serving.messages import joined_parts
 from lmdecode.serving.parameters import NAMES
 from lmdecode.serving.reasoning import ReasoningFormat
 from lmdecode.serving.text_model import TextModel, is_causal
@@ -141,7 +142,7 @@ class Service:
             name = grammar_field(body) or "tools"
             raise BadRequest(name, f"{name}: {error}") from error
 
-    async def rendered(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    async def rendered(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         """Return messages as the text of a prompt.
 
         Raises
@@ -155,7 +156,10 @@ class Service:
             raise BadRequest(
                 "messages", "the model has no chat template; expected a prompt of /v1/completions"
             )
-        size = sum(len(message["content"]) for message in messages)
+        joined = [joined_parts(message) for message in messages]
+        if not template.reads_parts(has_tools=variables.get("tools") is not None):
+            messages = joined
+        size = sum(len(message["content"]) for message in joined)
         if size > self.context * self.model.tokenizer.longest_token:
             raise self._too_long("messages", f"{size} characters", self.context)
 
@@ -284,7 +288,9 @@ class Service:
                     min_tokens=parameters.arguments["min_tokens"],
                     behind=request.prompt_ids[-1:] if job.goes_on else (),
                 )
-                answers.append(Answer(len(answers), request, writer, beam, ends, job.max_tokens))
+                answers.append(
+                    Answer(len(answers), request, writer, beam, ends, parameters, job.max_tokens)
+                )
         return Work(self.tally, job, requests, answers)
 
     async def scores_of(

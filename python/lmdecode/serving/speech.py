@@ -31,8 +31,8 @@ _BOOLEANS = ("stream", "vad")
 _GRANULARITIES = "timestamp_granularities[]"
 _FIELDS = {"file", "model", _GRANULARITIES, "timestamp_granularities", *_TEXTS, *_NUMBERS,
            *_INTEGERS, *_BOOLEANS}  # fmt: skip
-_REFUSED = ("include[]", "include", "chunking_strategy", "known_speaker_names[]",
-            "known_speaker_references[]")  # fmt: skip
+_REFUSED = ("include", "chunking_strategy", "keywords", "known_speaker_names",
+            "known_speaker_references", "languages")  # fmt: skip
 _MOST_TEXT = 10_000
 
 
@@ -90,7 +90,7 @@ class Speech:
         given: dict[str, Any] = {}
         granularities: list[str] = []
         for field_name, value in form:
-            if field_name in _REFUSED:
+            if field_name.removesuffix("[]") in _REFUSED:
                 raise BadRequest(field_name, f"{field_name} is not supported")
             if field_name not in _FIELDS:
                 raise BadRequest(field_name[:80], f"{field_name[:80]} is no field of this request")

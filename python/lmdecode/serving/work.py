@@ -62,7 +62,9 @@ class Answer:
     beam : int or None
         Which sequence of a search it is.
     ends : frozenset of int
-        End tokens, which are no part of the text.
+        End tokens.
+    parameters : Parameters
+        Of its job: whether an end token is part of the text, and which of them are named.
     max_tokens : int
         Maximum number of tokens.
     finish_reason : str or None
@@ -74,15 +76,22 @@ class Answer:
     writer: AnswerWriter
     beam: int | None
     ends: frozenset[int]
+    parameters: Parameters
     max_tokens: int
     finish_reason: str | None = None
     num_end_tokens: int = 0
+    _stop_token: int | None = None
     _is_cut: bool = False  # of a beam: no room was left
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens, with an end token."""
         return self.writer.num_tokens + self.num_end_tokens
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The text of ``stop`` or the token of ``stop_token_ids`` that ended it."""
+        return self.writer.stop or self._stop_token
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield its pieces, as they come. The last one has the reason of the end."""
@@ -126,11 +135,13 @@ class Answer:
         return piece
 
     def _push(self, items: Sequence[int | TokenLogprob]) -> Piece:
-        """Write tokens; of those that end the answer nothing is written."""
+        """Write tokens; of one that ends the answer nothing is written, unless it is kept."""
         if items:
             last = items[-1] if isinstance(items[-1], int) else items[-1].token
             if last in self.ends:
-                items, self.num_end_tokens = items[:-1], 1
+                self._stop_token = last if last in self.parameters.stop_tokens else None
+                if not self.parameters.keeps_stop:
+                    items, self.num_end_tokens = items[:-1], 1
         return self.writer.push(items)
 
 
