@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["foreign_code", "refuse_foreign_code"]
+__all__ = ["decides_what_is_computed", "foreign_code", "refuse_foreign_code"]
 
 _LIBRARIES = ("transformers.", "torch.", "lmdecode.")
 _MODELS = "transformers.models."
@@ -54,13 +54,18 @@ def _without_torch(function: Any) -> Any:
             return function
 
 
+def decides_what_is_computed(method: str) -> bool:
+    """Whether a method of a model's file, by its name, decides what a module computes."""
+    return method in _METHODS or not method.startswith(_OTHER_METHODS)
+
+
 def _methods_of(kind: type) -> dict[str, type]:
     """Return the methods that decide what a class computes, each with the class that defines it."""
     names = dict.fromkeys(name for name in _METHODS if hasattr(kind, name))
     for base in kind.__mro__:
         if base.__module__.startswith(_MODELS) and issubclass(base, nn.Module):
             for name, value in vars(base).items():
-                if isfunction(value) and not name.startswith(_OTHER_METHODS):
+                if isfunction(value) and decides_what_is_computed(name):
                     names[name] = None
     return {name: next(base for base in kind.__mro__ if name in vars(base)) for name in names}
 

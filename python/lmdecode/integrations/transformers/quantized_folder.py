@@ -299,4 +299,4 @@ def _packed(
             f"outputs; expected {inputs} and {outputs}"
         )
     assert isinstance(module.weight, Tensor)
-    return PackedLinearModule(layer, module.weight.dtype).train(module.training)
+    return PackedLinearModule(layer, module.weight.dtype, name).train(module.training)

@@ -23,6 +23,7 @@ from lmdecode.integrations.transformers.linear.packing import (
     pack_rest_,
     pack_weight,
 )
+from lmdecode.integrations.transformers.linear.weight_readers import names_of_read_layers
 from lmdecode.linear import check_linear_format
 
 __all__ = ["LmdecodeConfig", "LmdecodeQuantizer"]
@@ -103,8 +104,8 @@ class _Pack(ConversionOps):
                 left[name] = value  # transformers reports it
                 continue
             format_ = config.format_of_layers.of_layer(model, layer)
-            packed = pack_weight(layer, weight, format_)
-            packed._is_hf_initialized = True  # type: ignore[assignment]
+            packed = pack_weight(where, layer, weight, format_)
+            packed._is_hf_initialized = True
             model.set_submodule(where, packed)
             if missing_keys is not None:
                 missing_keys.discard(name)
@@ -121,6 +122,7 @@ class LmdecodeQuantizer(HfQuantizer):
     def __init__(self, quantization_config: LmdecodeConfig, **keywords: Any) -> None:
         super().__init__(quantization_config, **keywords)
         self.pre_quantized = False  # checkpoints hold the weights as they are
+        self._read_layers: frozenset[str] = frozenset()
 
     def validate_environment(self, *arguments: Any, device_map: Any = None, **others: Any) -> None:
         """Refuse another device than the CPU."""
@@ -142,6 +144,7 @@ class LmdecodeQuantizer(HfQuantizer):
         return (
             param_name not in tied
             and param_name not in tied.values()
+            and where not in self._read_layers
             and is_linear(model.get_submodule(where))
         )
 
@@ -153,6 +156,7 @@ class LmdecodeQuantizer(HfQuantizer):
         self, model: PreTrainedModel, **others: Any
     ) -> PreTrainedModel:
         check_skip_of_model(self.op, model, self.quantization_config.skip)
+        self._read_layers = names_of_read_layers(model)
         return model
 
     def _process_model_after_weight_loading(

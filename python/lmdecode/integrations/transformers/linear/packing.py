@@ -13,6 +13,7 @@ from lmdecode._checks import type_error
 from lmdecode._ops import ops
 from lmdecode.integrations.transformers.foreign_code import foreign_code
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
+from lmdecode.integrations.transformers.linear.weight_readers import names_of_read_layers
 from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 from lmdecode.linear import PackedLinear, check_linear_format
 from lmdecode.linear.formats import format_of_head
@@ -79,11 +80,13 @@ class LinearFormat(NamedTuple):
         return self if dtype == self.dtype else LinearFormat(dtype, None, self.rotate)
 
 
-def pack_weight(module: nn.Module, weight: Tensor, format_: LinearFormat) -> PackedLinearModule:
+def pack_weight(
+    name: str, module: nn.Module, weight: Tensor, format_: LinearFormat
+) -> PackedLinearModule:
     """Return the packed replacement of a linear layer with this weight; it shares the bias."""
     rows = weight.T if isinstance(module, Conv1D) else weight
     layer = PackedLinear(rows, **format_._asdict())
-    packed = PackedLinearModule(layer, weight.dtype)
+    packed = PackedLinearModule(layer, weight.dtype, name)
     packed.train(module.training)
     # Those of transformers: others are refused. The dicts are shared with what removes hooks.
     packed.__dict__.update({k: v for k, v in vars(module).items() if k.startswith("_forward_")})
@@ -117,9 +120,11 @@ def pack_linears_(
     """Put a packed weight in the place of every linear layer of a model, in place.
 
     Every ``nn.Linear``, and the ``Conv1D`` of GPT-2, becomes a ``PackedLinearModule``. So does an
-    output layer that is tied to the embedding; the embedding stays as it is. Layers are packed one
-    after another, and the old weight of each is released before the next. The model is for
-    inference then: none of its parameters requires a gradient.
+    output layer that is tied to the embedding; the embedding stays as it is. Layers stay as they
+    are whose ``weight`` the source of the model's classes reads beside calling them, such as the
+    ``dt_proj`` of Mamba. Layers are packed one after another, and the old weight of each is
+    released before the next. The model is for inference then: none of its parameters requires a
+    gradient.
 
     Parameters
     ----------
@@ -161,7 +166,7 @@ def pack_linears_(
     if not places:
         raise ValueError(
             f"{_OP}: model is a {type(model).__name__} without a layer to pack; expected a "
-            "torch.nn.Linear or Conv1D that skip does not name"
+            "torch.nn.Linear or Conv1D that skip does not name and whose weight is not read"
         )
     _pack_places(model, format_, places)
     return model
@@ -175,8 +180,11 @@ def pack_rest_(model: nn.Module, format_: LinearFormat, skip: Sequence[str]) -> 
 def _places(model: nn.Module, format_: LinearFormat, skip: Sequence[str]) -> dict[int, list[str]]:
     """Return the layers to pack, checked: of each all of its names."""
     places: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if is_linear(module) and not is_skipped(name, skip):
+    named = list(model.named_modules(remove_duplicate=False))
+    read = names_of_read_layers(model)
+    left = {id(module) for name, module in named if name in read}
+    for name, module in named:
+        if is_linear(module) and id(module) not in left and not is_skipped(name, skip):
             _check_layer(name, module, format_.of_layer(model, module))
             places.setdefault(id(module), []).append(name)
     return places
@@ -189,7 +197,7 @@ def _pack_places(
         module = model.get_submodule(where[0])
         weight = module.weight
         assert isinstance(weight, Tensor)
-        packed = pack_weight(module, weight, format_.of_layer(model, module))
+        packed = pack_weight(where[0], module, weight, format_.of_layer(model, module))
         packed.take_bias()
         for name in where:
             model.set_submodule(name, packed)
