@@ -1,4 +1,6 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
+#include <type_traits>
+
 #include "linear/linear_epilogue.h"
 #include "linear/linear_group_pack.h"
 #include "linear/linear_group_tiles.h"
@@ -21,6 +23,7 @@ namespace {
 template <class Dot>
 constexpr int64_t kChainSteps = [] {
   if constexpr (kIsGrouped<Dot>) return tuning::kGroupChainElements / Dot::kGrouped.step();
+  if constexpr (std::is_same_v<Dot, Floats>) return kFloatChainLength;
   return kChainLength;
 }();
 

@@ -13,6 +13,7 @@ import torch
 import lmdecode
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_config import CausalConfig
+from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.mixers import GatedDeltaRule, ShortConvolution
 from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
 from lmdecode.reference.causal import causal_logits
@@ -62,6 +63,34 @@ def test_any_chunks_and_any_threads(architecture: str, variant: str) -> None:
             assert prompt_logits(new_caches(model, max_rows=50), TEXT[:160]).equal(expected)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "variant"), [("qwen3_5_text", "plain"), ("qwen3_next", "dense")]
+)
+def test_wide_layers_are_nearer_to_float64_than_those_of_transformers(
+    architecture: str, variant: str
+) -> None:
+    """Those of 5.23, of a prompt at once, in chunks of 64 tokens, and of single tokens."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2}
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    model = model_of(random_config(architecture, variant, **sizes, **kinds))
+    config, weights = causal_model_of(model)
+    text, past, steps = TEXT[:70], None, []
+    exact = causal_logits(config, weights, text, dtype=torch.float64)
+    with torch.no_grad():
+        theirs = model(text[None]).logits[0]
+        for token in text:
+            out = model(token[None, None], past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            steps.append(out.logits[0])
+    packed_model = PackedCausalModel(config, weights, "float32")
+    for read, other, most in (
+        (prompt_logits, theirs, 0.75),
+        (generated_logits, torch.cat(steps), 1.0),
+    ):
+        ours = read(new_caches(packed_model), text)
+        assert (ours - exact).norm() < most * (other - exact).norm()
 
 
 @few_cases
