@@ -65,11 +65,15 @@ class _Batch:
         )
         self._requests = torch.arange(count, device="cpu")
 
-    def run(self, memory: Tensor, lengths: Tensor, numbers: Sequence[int]) -> list[BeamResult]:
+    def run(
+        self, memory: Tensor, lengths: Tensor, numbers: Sequence[int], renormalizes: bool
+    ) -> list[BeamResult]:
         """Search memories, [count, at most source, M]; the results have these numbers."""
         request, state = self._request, self._state
         self._memory.copy_(self._begun)
         self.searches.read_memory(memory, lengths, self._requests)
+        if renormalizes:
+            self.searches.renormalize_first_step()
         self.searches.run()
         final = beam_finalize(state, self._parameters, request.num_return_sequences)
         prompt = len(request.prompt_ids)
@@ -105,10 +109,12 @@ class Translator:
         That searches.
     request
         How to search.
+    renormalizes : bool
+        See ``DecodingSearches.renormalize_first_step``.
     """
 
-    def __init__(self, decoder: PackedDecoder, request: BeamRequest) -> None:
-        self._decoder, self._request = decoder, request
+    def __init__(self, decoder: PackedDecoder, request: BeamRequest, renormalizes: bool) -> None:
+        self._decoder, self._request, self._renormalizes = decoder, request, renormalizes
         self._spares: Spares[_Batch] = Spares(_KEPT_BATCHES)  # by their sizes
 
     def translate(
@@ -144,7 +150,7 @@ class Translator:
             memory, counts = encode(numbers)
             sizes = (len(numbers), padded(memory.shape[1]))
             batch = self._spares.take(sizes) or _Batch(self._decoder, request, *sizes)
-            found = batch.run(memory, counts, numbers)
+            found = batch.run(memory, counts, numbers, self._renormalizes)
             results |= dict(zip(numbers, found, strict=True))
             if batch.searches.has_own_memory:
                 self._spares.give_back(sizes, batch)

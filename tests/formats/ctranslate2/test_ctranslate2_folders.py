@@ -110,7 +110,7 @@ def test_special_tokens_are_those_that_the_config_names(root: Path, tmp_path: Pa
     generation = open_folder(converted("marian", root)).generation
     assert generation == {
         "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 63, "decoder_start_token_id": 63,
-        "max_length": 96,
+        "max_length": 97,
     }  # fmt: skip
     folder = settings_changed(
         converted("bart", root), tmp_path / "new", eos_token="w9", decoder_start_token="w7"
@@ -409,3 +409,86 @@ def test_variables_that_are_missing_or_otherwise(kind: str, root: Path, tmp_path
             decoding.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
         shutil.rmtree(new)
     assert refused > 15
+
+
+# --- Sources, lengths, settings -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["marian", "m2m_100", "t5"])
+def test_the_tokens_around_sources_are_put_there(kind: str, root: Path, tmp_path: Path) -> None:
+    """CTranslate2 4.8.5 has ``add_source_bos`` and ``add_source_eos``; of each row of a batch."""
+    names = {"add_source_bos": True, "add_source_eos": True}
+    with_both = settings_changed(converted(kind, root), tmp_path / "new", **names)
+    decoding = lmdecode.Decoding.from_pretrained(with_both)
+    plain = lmdecode.Decoding.from_pretrained(converted(kind, root))
+    sources = [[9, 8, 7], [12, 13, 14, 15, 16]]
+    begin, end = (
+        open_folder(with_both).config[f"{name}_token_id"] for name in ("bos", "eos")
+    )  # fmt: skip
+    whole = [[begin, *source, end] for source in sources]
+    assert decoding.model.config.ctranslate2["before"] == [begin]
+
+    def padded(rows: list[list[int]], on_left: bool = False) -> dict[str, torch.Tensor]:
+        ids, mask = torch.full((2, 7), 11), torch.zeros(2, 7).long()
+        for i, row in enumerate(rows):
+            where = slice(7 - len(row), 7) if on_left else slice(len(row))
+            ids[i, where], mask[i, where] = torch.tensor(row), 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+    want = plain.generate(**padded(whole), max_new_tokens=9)
+    for on_left in (False, True):
+        assert torch.equal(decoding.generate(**padded(sources, on_left), max_new_tokens=9), want)
+    one = torch.tensor([sources[1]])
+    assert decoding.generate(one, max_new_tokens=9)[0].tolist() == want[1].tolist()
+    found = decoding.translate(sources, max_new_tokens=9)
+    assert [result.sequences[0].tolist() for result in found] == [
+        row[: result.sequences.shape[1]] for result, row in zip(found, want.tolist(), strict=True)
+    ]
+    engine = decoding.engine(max_requests=1, capacity=16, source=16, num_beams=1)
+    request = engine.submit(input_ids=sources[0], max_new_tokens=9)
+    while engine.step():
+        pass
+    greedy = plain.generate(torch.tensor(whole[:1]), max_new_tokens=9, num_beams=1)
+    assert [*request.result().tokens] == greedy[0, 1:].tolist()[: len(request.result().tokens)]
+    saved = tmp_path / "saved"
+    decoding.save(saved)
+    assert torch.equal(
+        lmdecode.Decoding.load(saved).generate(**padded(sources), max_new_tokens=9), want
+    )
+
+
+def test_settings_of_sources_that_are_wrong(root: Path, tmp_path: Path) -> None:
+    for i, (settings, what) in enumerate((
+        ({"add_source_eos": "yes"}, "has 'yes' for add_source_eos; expected true or false"),
+        ({"add_source_bos": True, "bos_token": "<b>"}, "and '<b>' in the source vocabulary"),
+        ({"a_new_thing": [1]}, r"has '\[1\]' for a_new_thing; expected entries among add_source_b"),
+    )):  # fmt: skip
+        folder = settings_changed(converted("marian", root), tmp_path / str(i), **settings)
+        with pytest.raises(ValueError, match=what) as error:
+            lmdecode.Decoding.from_pretrained(folder)
+        assert str(folder / "config.json") in str(error.value)
+
+
+def test_translate_has_the_tokens_of_generate_and_refuses_other_rules(root: Path) -> None:
+    decoding = lmdecode.Decoding.from_pretrained(converted("bart", root))
+    inputs = make_inputs("bart", batch=6)
+    found = decoding.translate(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    for result, row in zip(found, decoding.generate(**inputs).tolist(), strict=True):
+        assert result.sequences[0].tolist() == row[: result.sequences.shape[1]]
+    for options in ({"repetition_penalty": 1.2}, {"suppress_tokens": [5]}, {"min_new_tokens": 3}):
+        with pytest.raises(ValueError, match="a penalty, n-grams, or bans behind the first to"):
+            decoding.translate([[5, 6]], **options)
+        decoding.translate([[5, 6]], **options, renormalize_logits=False)
+
+
+def test_a_t5_with_a_head_of_its_own_is_not_scaled(root: Path, tmp_path: Path) -> None:
+    """The converter of CTranslate2 4.8.5 scales all T5 that transformers 5 loads."""
+
+    def change(variables: Variables, aliases: dict[str, str]) -> None:
+        aliases.pop("decoder/projection/weight")
+        variables["decoder/projection/weight"] = variables["decoder/embeddings/weight"] + 0.01
+
+    folder = rewritten(converted("t5_gated", root), tmp_path / "new", change)
+    with pytest.warns(UserWarning, match=r"model\.bin divides its logits by the root of 24, which"):
+        source = open_folder(folder)
+    assert source.config["tie_word_embeddings"] is False

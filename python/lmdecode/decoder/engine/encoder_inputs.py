@@ -26,6 +26,9 @@ class Encoder(Protocol):
     def longest(self) -> int | None:
         """Maximum number of positions of an input, None if unlimited."""
 
+    def whole_source(self, source: Sequence[int]) -> Sequence[int]:
+        """Return a source with the tokens that the model always has around it."""
+
     def check_source(self, name: str, source: Sequence[int]) -> None:
         """Raise ValueError for tokens that the model does not accept."""
 
@@ -103,7 +106,7 @@ class EncoderInputs:
 
     def _tokens(self, op: str, value: Any) -> EncoderInput:
         encoder = self._check_encoder(op, "input_ids", takes_tokens=True)
-        tokens = tokens_of(op, "input_ids", value)
+        tokens = encoder.whole_source(tokens_of(op, "input_ids", value))
         encoder.check_source(f"{op}: input_ids", tokens)
         self._check_positions(op, f"input_ids has {len(tokens)} tokens", len(tokens))
         return EncoderInput(len(tokens), lambda: encoder.memory_of_tokens(tokens))

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from lmdecode.formats.ctranslate2.bart_kind import seq2seq_of, whisper_of
 from lmdecode.formats.ctranslate2.decoder_only import causal_of
-from lmdecode.formats.ctranslate2.generation_config import generation_of, whisper_generation_of
+from lmdecode.formats.ctranslate2.generation_config import (
+    check_settings,
+    generation_of,
+    whisper_generation_of,
+)
 from lmdecode.formats.ctranslate2.model_file import ModelFile
 from lmdecode.formats.ctranslate2.names import Names, Part
 from lmdecode.formats.ctranslate2.t5_kind import BIAS, t5_of
@@ -100,8 +104,7 @@ def open_folder(folder: Path) -> Source:
         raise ValueError(f"{file.path} is a {file.spec!r}; expected one of {', '.join(_KINDS)}")
     path = folder / "config.json"  # files before version 6 have none
     settings = read_json(path, dict) if path.is_file() else {}
-    if settings.get("quantization_type"):
-        raise ValueError(f"{folder} has weights of AWQ; expected floats, int8 or int16")
+    check_settings(folder, settings)
     names = Names(file, _KINDS[file.spec])
     epsilon = _norm_epsilon(folder, settings)
     is_t5 = f"decoder/layer_0/{BIAS}" in names
@@ -119,7 +122,8 @@ def open_folder(folder: Path) -> Source:
         generation = whisper_generation_of(folder, settings, vocabulary, config)
     else:
         vocabulary = load_vocabulary(folder, "target")
-        generation = generation_of(folder, settings, vocabulary, config)
+        sources = load_vocabulary(folder, "source")
+        generation = generation_of(folder, settings, vocabulary, sources, config)
     rows = config.get("decoder_vocab_size", config["vocab_size"])
     if len(vocabulary) > rows:
         raise ValueError(

@@ -6,9 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["END", "generation_of", "whisper_generation_of"]
+__all__ = ["END", "check_settings", "generation_of", "whisper_generation_of"]
 
-_MOST_TOKENS = 256  # CTranslate2's own max_decoding_length
+# Defaults of translate_batch: max_decoding_length, min_decoding_length and beam_size; and of
+# generate_batch: max_length. They do not count the first token, max_length and min_length do.
+_MOST_TRANSLATED, _LEAST_TRANSLATED, _BEAMS, _MOST_GENERATED = 256, 1, 2, 512
+# Of config.json, beside quantization_*, which are refused. Two have no effect: unk_token replaces
+# tokens that are no ids, and the shapes of weights tell multi_query_attention.
+SETTINGS = frozenset(
+    "add_source_bos add_source_eos alignment_heads bos_token decoder_start_token eos_token "
+    "lang_ids layer_norm_epsilon multi_query_attention suppress_ids suppress_ids_begin "
+    "unk_token".split()
+)
 # Vocabularies of this size have languages: CTranslate2's rule.
 _MULTILINGUAL = 51_865
 END, _START = "<|endoftext|>", "<|startoftranscript|>"
@@ -25,17 +34,53 @@ def _token(folder: Path, settings: dict[str, Any], name: str, ids: dict[str, int
     return ids.get(token)
 
 
+def check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise ValueError for an entry of ``config.json`` that may change the model."""
+    if settings.get("quantization_type"):
+        raise ValueError(f"{folder} has weights of AWQ; expected floats, int8 or int16")
+    for name, value in settings.items():
+        # Of other weights these entries are null or 0.
+        if name not in SETTINGS and (value or not name.startswith("quantization_")):
+            raise ValueError(
+                f"{folder / 'config.json'} has {str(value)[:80]!r} for {name}; expected entries "
+                f"among {', '.join(sorted(SETTINGS))}"
+            )
+
+
+def _around_sources(
+    folder: Path, settings: dict[str, Any], sources: Sequence[str]
+) -> dict[str, list[int]]:
+    """Return the tokens that CTranslate2 puts before and behind each source."""
+    around = {}
+    for place, name in (("before", "bos"), ("behind", "eos")):
+        is_added, token = settings.get(f"add_source_{name}", False), settings[f"{name}_token"]
+        if not isinstance(is_added, bool) or (is_added and token not in sources):
+            raise ValueError(
+                f"{folder / 'config.json'} has {is_added!r} for add_source_{name}; expected true "
+                f"or false, and {token!r} in the source vocabulary"
+            )
+        around[place] = [sources.index(token)] if is_added else []
+    return around
+
+
 def generation_of(
-    folder: Path, settings: dict[str, Any], vocabulary: Sequence[str], config: dict[str, Any]
+    folder: Path,
+    settings: dict[str, Any],
+    vocabulary: Sequence[str],
+    sources: Sequence[str],
+    config: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the generation config of a model other than Whisper; add its tokens to the config.
+
+    The entry ``ctranslate2`` of the config has the tokens around sources, and the defaults that
+    ``generate()`` has otherwise.
 
     Parameters
     ----------
     settings
         Entries of ``config.json``. The default special tokens are "<s>" and "</s>".
-    vocabulary
-        The target's tokens.
+    vocabulary, sources
+        The target's tokens, and the source's.
     config
         The transformers config; special tokens are written into it.
     """
@@ -54,12 +99,18 @@ def generation_of(
                 start = tokens["pad_token_id"] = rows - 1
         tokens["decoder_start_token_id"] = start
     config |= tokens
-    generation: dict[str, Any] = dict(tokens)
-    if is_seq2seq:
-        generation["max_length"] = min(
-            _MOST_TOKENS, config.get("max_position_embeddings", _MOST_TOKENS)
-        )
-    return generation
+    most = _MOST_TRANSLATED if is_seq2seq else _MOST_GENERATED
+    positions = config.get("max_position_embeddings", config.get("n_positions", most))
+    longest = {"max_length": min(most, positions) + 1}
+    if not is_seq2seq:
+        config["ctranslate2"] = {"defaults": {"renormalize_logits": True, **longest}}
+        return dict(tokens)
+    defaults = {"min_length": _LEAST_TRANSLATED + 1, "num_beams": _BEAMS}
+    config["ctranslate2"] = {
+        **_around_sources(folder, settings, sources),
+        "defaults": {"renormalize_logits": True, **defaults},
+    }
+    return {**tokens, **longest}
 
 
 def _integers(folder: Path, settings: dict[str, Any], name: str, size: int) -> list[int] | None:

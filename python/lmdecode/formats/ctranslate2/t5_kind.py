@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 from lmdecode.formats.ctranslate2.bart_kind import (
@@ -100,6 +101,16 @@ def t5_of(names: Names) -> dict[str, Any]:
     scale = names.scalar("decoder/scale_outputs", 1.0)
     is_output_scaled = math.isclose(scale, model_size**-0.5, rel_tol=1e-3)
     kind = "umt5" if own_biases else "t5"
+    heads_of_logits = [f"decoder/{part}/weight" for part in ("embeddings", "projection")]
+    if is_output_scaled and kind == "t5" and len(set(map(names.file.resolve, heads_of_logits))) > 1:
+        # T5 scales if its head is the embedding; converters scale all that transformers 5 loads.
+        warnings.warn(
+            f"{names.file.path} divides its logits by the root of {model_size}, which a T5 with a "
+            "head of its own (T5 1.1, Flan) does not do; its converter's fault, and not done here",
+            UserWarning,
+            stacklevel=2,
+        )
+        is_output_scaled, scale = False, 1.0
     if not is_output_scaled and (scale != 1.0 or kind == "umt5"):
         raise names.refused(f"multiplies the outputs of a {kind} by {scale}")
     distances = [

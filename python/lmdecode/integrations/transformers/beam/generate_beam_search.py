@@ -216,4 +216,5 @@ def search_of_call(
     if num_groups > 1:
         penalty = generation_config.diversity_penalty or 0.0
         return GroupSearch(settings, num_groups, penalty, *common)
-    return PlainSearch(settings, bool(generation_config.do_sample), *common)
+    plain = getattr(logits_processor, "search", PlainSearch)  # of other rules
+    return plain(settings, bool(generation_config.do_sample), *common)

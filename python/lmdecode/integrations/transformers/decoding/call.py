@@ -16,6 +16,7 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.causal_call import causal_call
 from lmdecode.integrations.transformers.decoding.causal_generation import decode_causal
+from lmdecode.integrations.transformers.decoding.ctranslate2_rules import with_defaults
 from lmdecode.integrations.transformers.decoding.encoder_decoder_generation import (
     decode_encoder_decoder,
 )
@@ -105,7 +106,7 @@ def call_generate(
     packed, model = decoding.decoder, decoding.model
     if not isinstance(packed, PackedCausalModel):
         _check_decoder_arguments(arguments)
-    arguments = _without_cache(arguments)
+    arguments = with_defaults(model, _without_cache(arguments))
     if isinstance(packed, PackedCausalModel):
         if getattr(model, "_is_stateful", False):  # with drafts transformers refuses such models
             model = copy.copy(model)
@@ -123,6 +124,11 @@ def call_generate(
         encoder: Any = decoding.encoder
         if is_whisper:
             encoder = CallEncoder(encoder)
+        elif encoder.whole_source([]) and arguments.get("encoder_outputs") is None:
+            ids = arguments.pop("input_ids", None) if inputs is None else inputs
+            if ids is not None:
+                mask = arguments.get("attention_mask")
+                inputs, arguments["attention_mask"] = encoder.whole_sources(ids, mask)
         model = with_encoder(model, encoder)
         if is_whisper and isinstance(packed, PackedDecoder):
             model.forward = PromptLogits(type(model), encoder, packed)

@@ -15,6 +15,7 @@ from lmdecode.decoder.engine.draft_options import drafting_of
 from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.decoder.engine.lookup_drafts import PromptLookup
 from lmdecode.integrations.transformers._prefix_tries import behind_prompt, check_tries
+from lmdecode.integrations.transformers.decoding.ctranslate2_rules import with_rules
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
     refuse_inner_outputs,
@@ -272,6 +273,8 @@ def causal_call(
             mask = model_kwargs.get("attention_mask")
             _check_length(packed, config, mask)
             processors = behind_prompt(logits_processor, input_ids.shape[1])
+            if not constraints and not force_words_ids:
+                processors = with_rules(model, config, processors, input_ids, mask)
             check_tries(processors, model.config.get_text_config(decoder=True).vocab_size)
             others = (
                 streamer, constraints, force_words_ids,

@@ -30,6 +30,10 @@ from lmdecode.integrations.transformers.beam.settings import (
     new_search,
     raise_for_prompts,
 )
+from lmdecode.integrations.transformers.decoding.ctranslate2_rules import (
+    FolderProcessors,
+    with_rules,
+)
 from lmdecode.integrations.transformers.decoding.no_speech import NoSpeech
 from lmdecode.integrations.transformers.decoding.prompt_padding import leave_out, prompt_padding
 from lmdecode.integrations.transformers.decoding.refused import (
@@ -192,6 +196,7 @@ def decode_encoder_decoder(
     device, input_ids = input_ids.device, input_ids.cpu()
     settings = SearchSettings.of(config, input_ids)
     logits_processor = behind_prompt(logits_processor, settings.prompt_length)
+    logits_processor = with_rules(model, config, logits_processor, input_ids)
     check_tries(logits_processor, decoder.config.vocab_size)
     padding = prompt_padding(model, model_kwargs, input_ids)
     _check_max_length(decoder, settings)
@@ -227,6 +232,10 @@ def decode_encoder_decoder(
     rules, vocab_size = None, decoder.config.vocab_size
     if ends is not None and not config.do_sample:
         rules = token_rules_of_processors(logits_processor, vocab_size, has_timestamps=is_on_cpu)
+        keeps_scores = config.return_dict_in_generate and config.output_scores
+        if isinstance(logits_processor, FolderProcessors) and config.num_beams > 1:
+            if not keeps_scores and not has_trie(logits_processor):
+                rules = logits_processor.rules_of_first_step(vocab_size, settings.prompt_length)
     if rules is not None and padding is not None and looks_back(rules):
         rules = None  # transformers' processors see the padding, too
     if (config.num_beam_groups or 1) > 1 and has_trie(logits_processor):
@@ -312,6 +321,8 @@ def _decode_in_cpp(
     if call.no_speech is not None:
         assert isinstance(searches, DecodingSearches)
         call.no_speech.read(searches)
+    if isinstance(call.processors, FolderProcessors) and isinstance(searches, DecodingSearches):
+        searches.renormalize_first_step()
     is_kept = isinstance(decoder, PackedDecoder)
     outputs = StepLogits(config, is_kept=is_kept)
     outputs.run(searches)

@@ -57,6 +57,8 @@ class Encoder:
     def _take(self, model: Any, parts: Mapping[str, Any]) -> None:
         self._own, self._kind = model.get_encoder(), model.config.model_type
         self._padding = model.config.pad_token_id
+        around = getattr(model.config, "ctranslate2", None) or {}
+        self._before, self._behind = around.get("before", []), around.get("behind", [])
         self.parts = {name: parts[name] for name in ("encoder", *CONVOLUTIONS) if name in parts}
         self._packed: PackedEncoder = self.parts["encoder"]
         is_audio = all(name in parts for name in CONVOLUTIONS)
@@ -143,6 +145,21 @@ class Encoder:
         """Channels and frames of the features."""
         assert self._audio is not None
         return [self._audio.channels, self._audio.frames]
+
+    def whole_source(self, source: Sequence[int]) -> Sequence[int]:
+        """Return a source with the tokens that a folder of CTranslate2 puts around each."""
+        return [*self._before, *source, *self._behind]
+
+    def whole_sources(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return rows, [B, S] with a mask or None, as ``whole_source``, padded on the right."""
+        padding = 0 if self._padding is None else self._padding
+        seen = mask != 0 if mask is not None else ids != (-1 if self._padding is None else padding)
+        rows = [
+            ids.new_tensor(self.whole_source(row[of_row].tolist()))
+            for row, of_row in zip(ids, seen, strict=True)
+        ]
+        pad, ones = torch.nn.utils.rnn.pad_sequence, [torch.ones_like(row) for row in rows]
+        return pad(rows, True, padding), pad(ones, True, 0)
 
     def check_source(self, name: str, source: Sequence[int]) -> None:
         """Raise ValueError for tokens that the model does not accept."""

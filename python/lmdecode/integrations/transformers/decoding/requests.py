@@ -7,6 +7,10 @@ from typing import Any
 
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.integrations.transformers.beam.requests import request_options, tokens_of
+from lmdecode.integrations.transformers.decoding.ctranslate2_rules import (
+    is_of_ctranslate2,
+    with_defaults,
+)
 
 __all__ = ["request_of_config"]
 
@@ -60,7 +64,10 @@ def _effective(config: Any, model: Any) -> SimpleNamespace:
         for name, value in ({} if source is None else vars(source)).items():
             if not name.startswith("_") and values.get(name) is None:
                 values[name] = value
+    values = with_defaults(model, values)
     for name, value in values.items():
+        if name == "renormalize_logits" and is_of_ctranslate2(model):
+            continue
         if name in _TRANSLATED or name in _WITHOUT_EFFECT or _is_off(name, value):
             continue
         raise ValueError(f"{_OP}: {name} is {value!r}; expected none: a batch does nothing of it")

@@ -97,7 +97,8 @@ def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
     elif groups > 1:
         search = GroupSearch(settings, groups, config.diversity_penalty or 0.0, *common)
     else:
-        search = PlainSearch(settings, bool(config.do_sample), *common)
+        plain = getattr(call.processors, "search", PlainSearch)  # of other rules
+        search = plain(settings, bool(config.do_sample), *common)
     leave_out(search.state, call.padding)
     searches = DecodingSearches(
         decoder,

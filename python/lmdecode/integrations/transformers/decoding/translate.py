@@ -13,16 +13,23 @@ from transformers import GenerationConfig
 
 from lmdecode._checks import check_int, dtype_name, is_int, type_error
 from lmdecode.beam.engine.request import BeamResult
-from lmdecode.beam.engine.request_rules import check_tokens_of_request
+from lmdecode.beam.engine.request_rules import check_tokens_of_request, token_rules_of_request
 from lmdecode.decoder.searches import check_length
 from lmdecode.decoder.translation import Translator
 from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.integrations.transformers.decoding.ctranslate2_rules import (
+    acts_first_alone,
+    is_of_ctranslate2,
+    with_defaults,
+)
 from lmdecode.integrations.transformers.decoding.requests import request_of_config
+from lmdecode.integrations.transformers.decoding.rules import looks_back
 
 __all__ = ["translate"]
 
 _OP = "Decoding.translate"
 _MAX_BATCH_TOKENS = 4096
+_NORM = "renormalize_logits"
 _KEPT = 8  # translators of a decoder
 
 
@@ -99,10 +106,21 @@ def _translator(
     key = _key(arguments, [None if config is None else vars(config) for config in configs])
     if key is not None and (kept := decoder.translators.get(key)) is not None:
         return kept
-    request = request_of_config(None, _config(generation_config, arguments), model)
+    config = _config(generation_config, arguments)
+    request = request_of_config(None, config, model)
+    has_beams, renormalizes = request.num_beams > 1, is_of_ctranslate2(model)
+    if renormalizes and (renormalizes := bool(with_defaults(model, vars(config))[_NORM])):
+        rules = token_rules_of_request(request, decoder.config.vocab_size)
+        fits = acts_first_alone(rules, len(request.prompt_ids))
+        if looks_back(rules) or (has_beams and not fits):
+            raise ValueError(
+                f"{_OP}: a penalty, n-grams, or bans behind the first token with beams are given; "
+                "expected none, as Decoding.generate has CTranslate2's rules for them, or "
+                f"{_NORM}=False for those of transformers"
+            )
     check_length(_OP, "max_length", request.max_length, decoder)
     check_tokens_of_request(_OP, request, decoder.config.vocab_size)
-    translator = Translator(decoder, request)
+    translator = Translator(decoder, request, renormalizes and has_beams)
     if key is not None:
         if len(decoder.translators) >= _KEPT:
             decoder.translators.clear()
@@ -131,7 +149,7 @@ def translate(
     most = _MAX_BATCH_TOKENS
     if max_batch_tokens is not None:
         most = check_int(_OP, "max_batch_tokens", max_batch_tokens, 1, limits="at least 1")
-    found = _sources(sources, attention_mask)
+    found = [encoder.whole_source(source) for source in _sources(sources, attention_mask)]
     for i, source in enumerate(found):
         encoder.check_source(f"{_OP}: sources[{i}]", source)
     translator = _translator(decoding, decoder, generation_config, arguments)

@@ -1,0 +1,155 @@
+"""CTranslate2's rules of searches, for the models of its folders (``formats.ctranslate2``)."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    LogitNormalization,
+    LogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from lmdecode.beam.token_rules import TokenRules
+from lmdecode.integrations.transformers.beam.candidates import accumulate
+from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
+from lmdecode.integrations.transformers.decoding.rules import looks_back, token_rules_of_processors
+
+__all__ = [
+    "FolderProcessors", "acts_first_alone", "is_of_ctranslate2", "with_defaults", "with_rules",
+]  # fmt: skip
+
+_UNUSED_SCORE = -1e10  # CTranslate2's own
+_LACKING = ("constraints", "force_words_ids", "diversity_penalty")  # which it does not have
+
+
+def is_of_ctranslate2(model: Any) -> bool:
+    """Tell whether a model came from a folder of CTranslate2, and is no Whisper."""
+    return getattr(getattr(model, "config", None), "ctranslate2", None) is not None
+
+
+def with_defaults(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``generate()`` with the defaults of a model from such a folder.
+
+    transformers would warn of them in a generation config, where others make them useless.
+    """
+    if not is_of_ctranslate2(model):
+        return arguments
+    configs = [arguments.get("generation_config"), getattr(model, "generation_config", None)]
+    filled = dict(arguments)
+
+    def value(name: str) -> Any:
+        found = [filled.get(name), *(getattr(config, name, None) for config in configs)]
+        return next((each for each in found if each is not None), None)
+
+    for name, default in model.config.ctranslate2["defaults"].items():
+        if value(name) is None and value(name.replace("_length", "_new_tokens")) is None:
+            filled[name] = default
+    if (value("num_beams") or 1) > 1 and value("early_stopping") is None:
+        # Without a penalty it goes on until its best beam has ended.
+        filled["early_stopping"] = value("length_penalty") != 0
+    return filled
+
+
+def with_rules(
+    model: Any, config: Any, processors: LogitsProcessorList, rows: Tensor, mask: Any = None
+) -> LogitsProcessorList:
+    """Return the processors of a call with CTranslate2's rules, if ``renormalize_logits`` is on.
+
+    rows, mask: the prompts, [rows, S], and 0 for padding on the left, if there is any.
+    """
+    others = any(getattr(config, name, None) for name in _LACKING)
+    if others or not is_of_ctranslate2(model) or not config.renormalize_logits:
+        return processors
+    unseen = torch.ones(len(rows), dtype=torch.int64, device="cpu")
+    if mask is not None:
+        unseen += (mask == 0).sum(dim=1).cpu()
+    found = FolderProcessors(unseen)
+    for processor in processors:
+        kind = type(processor)
+        if kind is RepetitionPenaltyLogitsProcessor:  # which sees no padding either
+            processor = _BehindFirst(kind(float(processor.penalty)), unseen.tolist())
+        elif kind is NoRepeatNGramLogitsProcessor:
+            processor = _BehindFirst(processor, unseen.tolist())
+        found.append(processor)
+    if (config.num_beams or 1) > 1 or config.output_scores:
+        return found
+    # The most probable token is the same.
+    return LogitsProcessorList(p for p in found if type(p) is not LogitNormalization)
+
+
+def acts_first_alone(rules: TokenRules, length: int) -> bool:
+    """Tell whether rules change probabilities of the first token behind ``length`` tokens alone."""
+    changes = looks_back(rules) or bool(rules.diversity_penalty.any()) or rules.bias.numel()
+    bans = rules.bans[rules.bans[..., 0] >= 0]
+    return not changes and bool((bans[:, 2] <= length).all())
+
+
+class _BehindFirst(LogitsProcessor):
+    """A processor that does not see the first tokens of each row."""
+
+    def __init__(self, processor: LogitsProcessor, unseen: list[int]) -> None:
+        self._processor, self._unseen = processor, unseen
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if len(set(self._unseen)) == 1:
+            found: Tensor = self._processor(input_ids[:, self._unseen[0] :], scores)
+            return found
+        rows = zip(input_ids[:, None], scores[:, None], self._unseen, strict=True)
+        return torch.cat([self._processor(ids[:, n:], row) for ids, row, n in rows])
+
+
+class FolderSearch(PlainSearch):
+    """Beam search whose processors, ``FolderProcessors``, change logits.
+
+    The length has the prompt, but for its first token. Behind a prompt of several tokens, only the
+    best beam may end in the first step; an end token of another one leaves its beam unused.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        processors = cast("FolderProcessors", self.processors)
+        unseen = processors.unseen[:: self.settings.num_beams]
+        self.parameters.prompt_lengths.copy_(unseen)
+        self._has_prefix = (unseen < self.settings.prompt_length)[:, None]
+
+    def accumulated_scores(self, logits: Tensor, input_ids: Tensor, beam_scores: Tensor) -> Tensor:
+        raw, width = self.recorder.copy_of(logits), self.settings.num_beams
+        # The last one is the log-softmax.
+        log_probs = self.processors(input_ids, logits.to(torch.float32))  # type: ignore[arg-type]
+        self.recorder.record(log_probs, raw)
+        found = accumulate(log_probs, beam_scores)
+        if input_ids.shape[1] > self.settings.prompt_length:
+            return found
+        scores, places = found.topk(min(width + len(self.end_tokens), found.shape[1]))
+        ends = torch.isin(places % logits.shape[1], self.end_tokens)
+        late = ends & (torch.arange(ends.shape[1], device=ends.device) > 0)
+        lost = late[:, :width].sum(dim=1, keepdim=True)
+        is_left = (~ends).cumsum(dim=1) <= width - lost
+        scores = scores.masked_fill(~is_left, _UNUSED_SCORE).masked_fill(late, -torch.inf)
+        rest = torch.full_like(found, _UNUSED_SCORE).scatter(1, places, scores)
+        return torch.where(self._has_prefix & (lost > 0), rest, found)
+
+
+class FolderProcessors(LogitsProcessorList):
+    """Processors of logits, which the ops do not have: theirs change log-probabilities.
+
+    unseen: tokens of each row before those that the rules see, [rows] int64.
+    """
+
+    search = FolderSearch
+
+    def __init__(self, unseen: Tensor) -> None:
+        super().__init__()
+        self.unseen = unseen
+
+    def rules_of_first_step(self, vocab_size: int, length: int) -> TokenRules | None:
+        """Return the rules if ``DecodingSearches.renormalize_first_step`` is all they lack."""
+        plain = LogitsProcessorList(p for p in self if type(p) is not LogitNormalization)
+        rules = token_rules_of_processors(plain, vocab_size, has_timestamps=False)
+        fits = rules is not None and length == 1 and acts_first_alone(rules, length)
+        return rules if fits else None
