@@ -113,7 +113,9 @@ class Translator:
         See ``DecodingSearches.renormalize_first_step``.
     """
 
-    def __init__(self, decoder: PackedDecoder, request: BeamRequest, renormalizes: bool) -> None:
+    def __init__(
+        self, decoder: PackedDecoder, request: BeamRequest, renormalizes: bool = False
+    ) -> None:
         self._decoder, self._request, self._renormalizes = decoder, request, renormalizes
         self._spares: Spares[_Batch] = Spares(_KEPT_BATCHES)  # by their sizes
 
