@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import lmdecode
 from tests.formats.ctranslate2.converted_models import converted, original, rewritten, words_of
@@ -220,6 +221,15 @@ def test_padding_of_prompts_is_not_penalised(
         both.ours(max_new_tokens=MOST, **option),
     )
     assert [row[0] for row in got] == [a[: len(b)] for (a,), (b,) in zip(want, got, strict=True)]
+
+
+def test_a_generation_config_has_the_defaults_too(root: Path) -> None:
+    both = Both(1, root)
+    config = GenerationConfig(num_beams=3, length_penalty=2.0)
+    got = both.ours(generation_config=config)
+    assert got == both.ours(num_beams=3, length_penalty=2.0)
+    assert got == both.theirs(beam_size=3, length_penalty=2.0, max_decoding_length=96)
+    assert config.max_length is None and config.renormalize_logits is None
 
 
 @pytest.mark.parametrize("number", [3, 5])

@@ -162,6 +162,7 @@ def engine_call_of(
     """
     inputs = torch.tensor([prompt], device="cpu")
     arguments = _without_cache({**arguments, "attention_mask": torch.ones_like(inputs)})
+    arguments = with_defaults(decoding.model, arguments)
     generate = _generate_of(decoding, decoding.model, inputs)
     call = causal_call(decoding.decoder, generate, arguments)
     fits = call.fits_engine and not call.has_beams and call.drafting is None

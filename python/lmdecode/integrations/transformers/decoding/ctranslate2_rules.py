@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     LogitNormalization,
-    LogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
@@ -24,6 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 _UNUSED_SCORE = -1e10  # CTranslate2's own
+_LOOKING_BACK = (NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor)
 _LACKING = ("constraints", "force_words_ids", "diversity_penalty")  # which it does not have
 
 
@@ -39,11 +40,12 @@ def with_defaults(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """
     if not is_of_ctranslate2(model):
         return arguments
-    configs = [arguments.get("generation_config"), getattr(model, "generation_config", None)]
-    filled = dict(arguments)
+    given = copy.deepcopy(arguments.get("generation_config"))
+    filled: dict[str, Any] = {}
 
     def value(name: str) -> Any:
-        found = [filled.get(name), *(getattr(config, name, None) for config in configs)]
+        configs = (given, getattr(model, "generation_config", None))
+        found = [filled.get(name), arguments.get(name), *(getattr(c, name, None) for c in configs)]
         return next((each for each in found if each is not None), None)
 
     for name, default in model.config.ctranslate2["defaults"].items():
@@ -52,7 +54,10 @@ def with_defaults(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     if (value("num_beams") or 1) > 1 and value("early_stopping") is None:
         # Without a penalty it goes on until its best beam has ended.
         filled["early_stopping"] = value("length_penalty") != 0
-    return filled
+    if given is None:
+        return {**arguments, **filled}
+    given.update(**filled)
+    return {**arguments, "generation_config": given}
 
 
 def with_rules(
@@ -68,18 +73,11 @@ def with_rules(
     unseen = torch.ones(len(rows), dtype=torch.int64, device="cpu")
     if mask is not None:
         unseen += (mask == 0).sum(dim=1).cpu()
-    found = FolderProcessors(unseen)
-    for processor in processors:
-        kind = type(processor)
-        if kind is RepetitionPenaltyLogitsProcessor:  # which sees no padding either
-            processor = _BehindFirst(kind(float(processor.penalty)), unseen.tolist())
-        elif kind is NoRepeatNGramLogitsProcessor:
-            processor = _BehindFirst(processor, unseen.tolist())
-        found.append(processor)
-    if (config.num_beams or 1) > 1 or config.output_scores:
-        return found
+    keeps_norm = (config.num_beams or 1) > 1 or config.output_scores
+    if keeps_norm or any(type(processor) in _LOOKING_BACK for processor in processors):
+        return FolderProcessors(processors, unseen)
     # The most probable token is the same.
-    return LogitsProcessorList(p for p in found if type(p) is not LogitNormalization)
+    return LogitsProcessorList(p for p in processors if type(p) is not LogitNormalization)
 
 
 def acts_first_alone(rules: TokenRules, length: int) -> bool:
@@ -87,20 +85,6 @@ def acts_first_alone(rules: TokenRules, length: int) -> bool:
     changes = looks_back(rules) or bool(rules.diversity_penalty.any()) or rules.bias.numel()
     bans = rules.bans[rules.bans[..., 0] >= 0]
     return not changes and bool((bans[:, 2] <= length).all())
-
-
-class _BehindFirst(LogitsProcessor):
-    """A processor that does not see the first tokens of each row."""
-
-    def __init__(self, processor: LogitsProcessor, unseen: list[int]) -> None:
-        self._processor, self._unseen = processor, unseen
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if len(set(self._unseen)) == 1:
-            found: Tensor = self._processor(input_ids[:, self._unseen[0] :], scores)
-            return found
-        rows = zip(input_ids[:, None], scores[:, None], self._unseen, strict=True)
-        return torch.cat([self._processor(ids[:, n:], row) for ids, row, n in rows])
 
 
 class FolderSearch(PlainSearch):
@@ -138,14 +122,25 @@ class FolderSearch(PlainSearch):
 class FolderProcessors(LogitsProcessorList):
     """Processors of logits, which the ops do not have: theirs change log-probabilities.
 
-    unseen: tokens of each row before those that the rules see, [rows] int64.
+    unseen: tokens of each row before those that penalties and n-grams see, [rows] int64.
     """
 
     search = FolderSearch
 
-    def __init__(self, unseen: Tensor) -> None:
-        super().__init__()
-        self.unseen = unseen
+    def __init__(self, processors: LogitsProcessorList, unseen: Tensor) -> None:
+        # transformers has given penalties the padding, of which rows here have none.
+        kind = RepetitionPenaltyLogitsProcessor
+        super().__init__(kind(float(p.penalty)) if type(p) is kind else p for p in processors)
+        self.unseen, self._counts = unseen, unseen.tolist()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **more: Any) -> Tensor:
+        for processor in self:
+            if type(processor) in _LOOKING_BACK:
+                rows = zip(input_ids[:, None], scores[:, None], self._counts, strict=True)
+                scores = torch.cat([processor(ids[:, n:], row) for ids, row, n in rows])
+            else:
+                scores = processor(input_ids, scores)
+        return scores
 
     def rules_of_first_step(self, vocab_size: int, length: int) -> TokenRules | None:
         """Return the rules if ``DecodingSearches.renormalize_first_step`` is all they lack."""
