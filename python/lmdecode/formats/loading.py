@@ -58,21 +58,10 @@ def load_parts(
 ) -> tuple[Any, Any, Any]:
     """Return a model, and the config and the weights that ``Decoding`` takes of it.
 
-    Parameters
-    ----------
-    source
-        The path of a GGUF file, a folder of CTranslate2, or the folder or the name of a model of
-        transformers.
-    keeps_blocks : bool
-        Whether the linear weights of a GGUF file stay in their blocks.
-    mtp : bool
-        Whether the weights have those that predict further tokens, of a GGUF file or a folder of
-        safetensors.
-
-    Raises
-    ------
-    ValueError, OSError
-        As ``Decoding.from_pretrained``.
+    ``source`` is the path of a GGUF file, a folder of CTranslate2, or the folder or the name of a
+    model of transformers. ``keeps_blocks``: the linear weights of a GGUF file stay in their blocks.
+    ``mtp``: with the weights that predict further tokens, of a GGUF file or of safetensors. Raises
+    as ``Decoding.from_pretrained``.
     """
     if _is_path(source) and not os.path.exists(source):
         raise FileNotFoundError(

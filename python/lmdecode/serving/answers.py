@@ -113,22 +113,10 @@ def _key(tokenizer: Tokenizer, token: int) -> str:
 def completion_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprob], offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """Return log-probabilities of a completion's tokens.
+    """Return log-probabilities of a completion's tokens, whose texts begin at ``offsets``.
 
-    Parameters
-    ----------
-    tokenizer
-        Of the model.
-    items
-        Of these tokens. One whose log-probability is NaN has none.
-    offsets
-        Where the text of each begins.
-
-    Returns
-    -------
-    dict
-        ``top_logprobs`` has, of each token, the best ones and itself by their texts. Of tokens with
-        the same text it has the most probable one.
+    A token whose log-probability is NaN has none. ``top_logprobs`` has the best ones of each token
+    and itself by their texts; of tokens with the same text, the most probable one.
     """
     lists: list[list[Any]] = [[], [], []]
     for item in items:

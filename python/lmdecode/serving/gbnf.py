@@ -80,19 +80,9 @@ class Reference(Node):
 def rules_of(text: str, token_of: Callable[[str], int | None], vocab: int) -> dict[str, Node]:
     """Return the rules of a grammar by their names, ``root`` among them.
 
-    Parameters
-    ----------
-    text : str
-        The grammar.
-    token_of : callable
-        Returns the token of a word such as ``"<think>"``, None if it is none.
-    vocab : int
-        Number of tokens.
-
-    Raises
-    ------
-    ValueError
-        It is no GBNF, or too large. Names line and column.
+    ``token_of`` returns the token of a word such as ``"<think>"``, None if it is none; ``vocab`` is
+    the number of tokens. Raises ValueError that names line and column if it is no GBNF, or is too
+    large.
     """
     return _Reader(text, token_of, vocab).rules()
 

@@ -81,28 +81,13 @@ def lark_of_calls(
     is_forced: bool,
     is_parallel: bool,
 ) -> str:
-    """Return the grammar of an answer.
+    """Return the grammar of an answer whose calls are written as ``form`` has them.
 
-    Parameters
-    ----------
-    form : CallForm
-        How calls are written.
-    tools : sequence of Tool
-        Those that may be called, at least one.
-    token_ids : mapping of str to int
-        The words that are tokens.
-    markers : collection of str
-        What begins a call for the reader. A text before and behind calls has none of them that
-        begin with ``<`` or ``[``.
-    is_forced : bool
-        Whether the answer is calls alone. False: it is text, and what begins as a call is one.
-    is_parallel : bool
-        Whether there may be several calls, 64 at most.
-
-    Raises
-    ------
-    ValueError
-        Names the tool whose schema cannot be kept.
+    ``tools`` are those that may be called, at least one, and ``token_ids`` the words that are
+    tokens. A text before and behind calls has none of the ``markers`` that begin with ``<`` or
+    ``[``. ``is_forced``: the answer is calls alone, else a text in which what begins as a call is
+    one. ``is_parallel``: there may be several calls, 64 at most. Raises ValueError that names the
+    tool whose schema cannot be kept.
     """
     rules = _Rules(form, token_ids)
     calls = []

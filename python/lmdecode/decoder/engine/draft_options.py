@@ -64,26 +64,11 @@ def drafting_of(
     max_matching_ngram_size: int | None = None,
     has_same_tokens: bool = False,
 ) -> Drafting | None:
-    """Return the settings of drafts; None: there are none.
+    """Return the settings of drafts, None if there are none; ``op`` is for errors.
 
-    Parameters
-    ----------
-    op
-        For errors.
-    model
-        The model that reads the drafts: a packed model, of a ``Decoding``.
-    assistant_model, num_assistant_tokens, assistant_confidence_threshold
-        See ``Decoding.engine``.
-    num_assistant_tokens_schedule, prompt_lookup_num_tokens, max_matching_ngram_size
-        See ``Decoding.engine``.
-    has_same_tokens
-        The model and the assistant are known to have one tokenizer: their vocabularies may be of
-        any sizes.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names the argument, what came and what was expected.
+    ``model`` is the packed model that reads the drafts. ``has_same_tokens``: the model and the
+    assistant are known to have one tokenizer, so their vocabularies may be of any sizes. For the
+    others see ``Decoding.engine``. Raises ValueError or TypeError that names the argument.
     """
     if assistant_model is None and prompt_lookup_num_tokens is None:
         return None

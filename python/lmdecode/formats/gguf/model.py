@@ -40,25 +40,12 @@ def load_parts(
 ) -> tuple[Any, Any, Any]:
     """Return the model of a file without its weights, and its config and weights for ``Decoding``.
 
-    The weights are read, and dequantized, one by one as they are asked for.
-
-    Parameters
-    ----------
-    path
-        Of the file, which is mapped.
-    keeps_blocks : bool
-        Whether linear weights and the embedding stay in the blocks of the file: they are
-        ``QuantizedWeight``, or ``JoinedWeight`` for queries, keys and values that are not of one
-        kind. Where a factor is folded into a weight, it is floats all the same.
-    mtp : bool
-        Whether the weights have those that predict further tokens.
-
-    Raises
-    ------
-    OSError
-        There is no such file.
-    ValueError
-        It is damaged, holds no model that there is, or has nothing that predicts further tokens.
+    The file is mapped; weights are read, and dequantized, one by one as they are asked for. With
+    ``keeps_blocks`` linear weights and the embedding stay in the blocks of the file: they are
+    ``QuantizedWeight``, or ``JoinedWeight`` for queries, keys and values that are not of one kind,
+    and floats where a factor is folded in. ``mtp``: with the weights that predict further tokens.
+    Raises OSError without such a file, and ValueError for one that is damaged, holds no model that
+    there is, or nothing that predicts further tokens.
     """
     from transformers import AutoConfig, GenerationConfig
 

@@ -25,26 +25,9 @@ _PREFIX = "nextn."
 class FurtherBlock(Weights):
     """The tensors of a block, as those of a model of one layer and of what is before it.
 
-    The embedding and the head are the model's.
-
-    Parameters
-    ----------
-    facts
-        Of the file.
-    model
-        That of the file, whose parameters have no values.
-    keeps_blocks : bool
-        Whether matrices in blocks stay what they are.
-
-    Attributes
-    ----------
-    layer
-        The model of one layer, whose parameters have no values.
-
-    Raises
-    ------
-    ValueError
-        The file has no such block, more than one, or other tensors than expected.
+    The embedding and the head are the model's, whose parameters have no values, as those of
+    ``layer``, the model of one layer. Raises ValueError if the file has no such block, more than
+    one, or other tensors than expected.
     """
 
     def __init__(self, facts: Facts, model: Any, keeps_blocks: bool) -> None:

@@ -211,21 +211,9 @@ def causal_call(
 ) -> CausalCall:
     """Let transformers prepare a call, and return it.
 
-    Parameters
-    ----------
-    packed
-        The model.
-    generate
-        The method of the transformers model, with its ``inputs`` bound.
-    arguments
-        Arguments of ``generate()``.
-    assistant_model
-        A ``Decoding`` that drafts, or None.
-
-    Raises
-    ------
-    ValueError
-        Names an argument of ``generate()`` that ``Decoding`` does not support.
+    ``generate`` is the method of the model, with its ``inputs`` bound; ``assistant_model`` a
+    ``Decoding`` that drafts, or None. Raises ValueError that names an argument that is not
+    supported.
     """
     refuse_past(arguments)  # before generate() looks into it
     for name in _MEDIA:

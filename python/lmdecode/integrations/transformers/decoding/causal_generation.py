@@ -33,26 +33,9 @@ def decode_causal(
 ) -> Any:
     """Decode by the arguments of ``generate()``: greedily, by sampling, or with any beam search.
 
-    Parameters
-    ----------
-    packed, cache_dtype
-        See ``CausalModel``.
-    call
-        The prepared call.
-    new_model
-        Makes a replacement for ``CausalModel`` from the same arguments; None: ``CausalModel``.
-
-    Returns
-    -------
-    Tensor or an output of ``generate()``
-        As ``sample`` and ``beam_search`` return it, without ``past_key_values``.
-
-    Raises
-    ------
-    ValueError
-        Names an argument of ``generate()`` that is not supported.
-    RuntimeError
-        A row has NaN in its logits, or nothing above -inf.
+    ``packed`` and ``cache_dtype`` are as in ``CausalModel``, in whose place ``new_model`` is called
+    if it is given. Returns what ``sample`` and ``beam_search`` do, without ``past_key_values``, and
+    raises as they do.
     """
     result: Any
     with ending(call.streamer):

@@ -156,33 +156,11 @@ def decode_encoder_decoder(
 ) -> Any:
     """Decode by the arguments of ``generate()``: greedily, by sampling, or with any beam search.
 
-    Parameters
-    ----------
-    decoder
-        The model's packed decoder.
-    sounds
-        The sounds of Whisper's rows, else None.
-    model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-        As ``generate()`` prepares them, the encoder's outputs among them.
-    synced_gpus, streamer
-        Unused.
-    seed
-        As for ``sample``; an error with beam sampling.
-    stop_strings, tokenizer
-        Texts at which a sequence ends, and the model's tokenizer.
-
-    Returns
-    -------
-    Tensor or GenerateBeamEncoderDecoderOutput or GenerateEncoderDecoderOutput
-        [B * num_return_sequences, length] int64. ``scores`` and ``logits`` of the outputs are those
-        of ``StepLogits``.
-
-    Raises
-    ------
-    ValueError
-        Names an argument of ``generate()`` that is not supported.
-    RuntimeError
-        A prompt has NaN in its logits, or no candidate above -inf.
+    ``sounds`` are those of Whisper's rows, else None; ``synced_gpus`` and ``streamer`` are unused.
+    ``seed`` is as for ``sample``, and an error with beam sampling. Returns what ``generate()``
+    does: [B * num_return_sequences, length] int64, or outputs with the ``scores`` and ``logits`` of
+    ``StepLogits``. Raises ValueError for an argument that is not supported, and RuntimeError for
+    NaN in the logits of a prompt, or no candidate above -inf.
     """
     config = generation_config
     refuse_assistance(config, None, "Decoding runs the model itself")

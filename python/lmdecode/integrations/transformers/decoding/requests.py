@@ -111,26 +111,11 @@ def _set_lengths(config: SimpleNamespace, prompt: int, model: Any) -> None:
 
 
 def request_of_config(prompt_ids: Any, generation_config: Any, model: Any = None) -> BeamRequest:
-    """Return the request that searches as ``generate()`` does with a config.
+    """Return the request that searches as ``generate()`` does with a config; of one beam, greedily.
 
-    Parameters
-    ----------
-    prompt_ids : sequence of int, Tensor or None
-        [length] of the decoder; None: ``decoder_start_token_id``, or else ``bos_token_id``.
-    generation_config : transformers.GenerationConfig
-        Values that are None come from the model's config.
-    model
-        The transformers model, or None.
-
-    Returns
-    -------
-    BeamRequest
-        With one beam, greedy decoding.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names a value that a request cannot express.
+    ``prompt_ids`` is the decoder's prompt, [length]; None: ``decoder_start_token_id``, or else
+    ``bos_token_id``. Values that are None come from the config of ``model``, if there is one.
+    Raises ValueError or TypeError that names a value that a request cannot express.
     """
     if not hasattr(generation_config, "max_new_tokens"):
         kind = type(generation_config).__name__

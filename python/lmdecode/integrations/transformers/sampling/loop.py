@@ -191,30 +191,11 @@ def sample_tokens(
     mask: torch.Tensor | None,
     streamer: BaseStreamer | None = None,
 ) -> torch.Tensor:
-    """Run the model and choose tokens in turns until all rows have ended.
+    """Run the model and choose tokens in turns until all rows have ended: [B, length] int64.
 
-    Parameters
-    ----------
-    model
-        Runs the forward passes.
-    input_ids, logits_processor, stopping_criteria, generation_config, streamer
-        As of ``sample``; a trie is bound to the prompt.
-    recorder
-        Gets the scores and logits of each step.
-    noise
-        As ``noise_of_rows`` returns it.
-    mask
-        [B, S], or None: 0 is padding.
-
-    Returns
-    -------
-    Tensor
-        [B, length] int64.
-
-    Raises
-    ------
-    RuntimeError
-        The logits of a row that is not finished have NaN, or nothing above -inf.
+    A trie among the processors is bound to the prompt; ``recorder`` gets the scores and logits of
+    each step, ``noise`` is what ``noise_of_rows`` returns, and ``mask``, [B, S] or None, has 0 for
+    padding. Raises RuntimeError for a row that is not finished and has NaN or nothing above -inf.
     """
     device = input_ids.device
     pad_token = generation_config._pad_token_tensor

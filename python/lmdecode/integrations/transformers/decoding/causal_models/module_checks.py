@@ -30,20 +30,10 @@ def check_modules(
 ) -> None:
     """Refuse modules of unexpected types, and parameters that are not read.
 
-    Parameters
-    ----------
-    trunk, head, layers
-        The modules of a model.
-    names
-        Of each module its name.
-    is_read_by_name : bool
-        Whether values come from elsewhere, by the parameters' names: the model's may be missing.
-
-    Raises
-    ------
-    ValueError
-        A linear module has another type, a norm an unexpected bias, weights are no floats or have
-        no values, or the model has a parameter that no module of ``trunk`` and ``layers`` reads.
+    ``names`` has the name of each module. ``is_read_by_name``: values come from elsewhere, by the
+    parameters' names. Raises ValueError if a linear module has another type, a norm an unexpected
+    bias, weights are no floats or have no values, or no module of ``trunk`` and ``layers`` reads a
+    parameter.
     """
     modules = [trunk.embedding, trunk.final_norm, trunk.positions]
     linears, read = [head], set[int]()
