@@ -72,17 +72,9 @@ def generation_of(
 ) -> dict[str, Any]:
     """Return the generation config of a model other than Whisper; add its tokens to the config.
 
-    The entry ``ctranslate2`` of the config has the tokens around sources, and the defaults that
-    ``generate()`` has otherwise.
-
-    Parameters
-    ----------
-    settings
-        Entries of ``config.json``. The default special tokens are "<s>" and "</s>".
-    vocabulary, sources
-        The target's tokens, and the source's.
-    config
-        The transformers config; special tokens are written into it.
+    ``settings`` are the entries of ``config.json``, ``vocabulary`` and ``sources`` tokens of the
+    target and the source. The entry ``ctranslate2`` of ``config`` gets the tokens around sources,
+    and the defaults that ``generate()`` has otherwise.
     """
     ids = {token: i for i, token in enumerate(vocabulary)}
     settings = {"bos_token": "<s>", "eos_token": "</s>", **settings}
