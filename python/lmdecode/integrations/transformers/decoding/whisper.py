@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.modeling_outputs import BaseModelOutput
 
 from lmdecode.integrations.transformers.stand_in import is_stand_in
@@ -127,7 +128,8 @@ class CallSounds:
 
     It calls that of transformers for a window of the sounds that are not yet at their end, and
     again for those whose text was not good enough. Its methods that are asked which these are note
-    it here.
+    it here. What is found of a sound is kept by its place in the window: transformers takes the
+    row of the loop for it, and so another sound where the batch has become smaller.
 
     Parameters
     ----------
@@ -142,23 +144,86 @@ class CallSounds:
 
     def __init__(self, model: Any) -> None:
         self.count = 0
-        self._rows: list[int] = []
-        self._again: list[int] = []  # the sounds of the rows that are retried
+        self._sounds: list[int] = []  # of the window
+        self._places: list[int] = []  # in these, of the rows of the loop
+        self._again: list[int] = []  # the places that are retried
+        self._are_silent: list[bool] = []  # by places, as the next
+        self._no_speech: Tensor | None = None
+        self._num_beams: int | None = None  # that the call asks for
+        self._drawn = set[int]()  # the sounds that have been sampled
         self._generate, self._need_fallback = model.generate_with_fallback, model._need_fallback
         model.generate_with_fallback, model._need_fallback = self._window, self._judge
 
     def of_rows(self) -> list[int]:
         """Return the sound of each row of the loop that begins."""
+        self._begin_loop()
+        return [self._sounds[place] for place in self._places]
+
+    def _begin_loop(self) -> None:
         if self._again:
-            self._rows, self._again = self._again, []
-        return self._rows
+            self._places, self._again = self._again, []
 
-    def _window(self, *arguments: Any, seek: Any, batch_idx_map: Any, **options: Any) -> Any:
-        self.count, self._rows, self._again = len(seek), list(batch_idx_map), []
-        return self._generate(*arguments, seek=seek, batch_idx_map=batch_idx_map, **options)
+    def _window(self, **options: Any) -> Any:
+        """Decode a window of the sounds.
 
-    def _judge(self, sequence: Any, outputs: Any, index: int, *arguments: Any) -> Any:
-        needs_fallback, should_skip = self._need_fallback(sequence, outputs, index, *arguments)
+        transformers searches without beams where it has sampled before: so do we, but not where it
+        has sampled another sound.
+        """
+        config, sounds = options["generation_config"], list(options["batch_idx_map"])
+        if config.no_speech_threshold is not None and config.logprob_threshold is None:
+            raise ValueError(
+                f"no_speech_threshold: expected None without a logprob_threshold, got "
+                f"{config.no_speech_threshold}: a window is silent by both of them"
+            )
+        self.count = len(options["seek"])
+        self._num_beams = self._num_beams or config.num_beams or 1
+        conditions = list(options["do_condition_on_prev_tokens"])
+        texts: list[Any] = [None] * len(sounds)
+        outputs, are_silent, rest = list(texts), list(texts), list[Any]()
+        drawn = self._drawn if self._num_beams > 1 else set[int]()
+        for was_drawn in (False, True):
+            rows = [row for row, sound in enumerate(sounds) if (sound in drawn) == was_drawn]
+            if not rows:
+                continue
+            self._sounds = [sounds[row] for row in rows]
+            self._places, self._again, self._no_speech = list(range(len(rows))), [], None
+            self._are_silent = [False] * len(rows)
+            config.num_beams = 1 if was_drawn else self._num_beams
+            of_rows = options if len(rows) == len(sounds) else _rows_of(options, rows)
+            of_rows["do_condition_on_prev_tokens"] = [conditions[i] for i in self._sounds]
+            found = self._generate(**{**of_rows, "batch_idx_map": self._sounds})
+            for i, row in enumerate(rows):
+                texts[row], outputs[row] = found[0][i], found[1][i]
+                are_silent[row], conditions[sounds[row]] = self._are_silent[i], found[3][i]
+            rest = found[4:]
+        return (texts, outputs, are_silent, conditions, *rest)
+
+    def _judge(
+        self, sequence: Any, outputs: Any, index: int, processors: Any, *arguments: Any
+    ) -> Any:
+        if index == 0:
+            self._begin_loop()
+            for processor in processors or ():
+                if isinstance(processor, WhisperNoSpeechDetection):
+                    if self._no_speech is None:  # the first loop has all rows, once a beam or once
+                        found = processor.no_speech_prob
+                        self._no_speech = found[:: len(found) // len(self._places)]
+                    processor._no_speech_prob = self._no_speech[self._places]
+        place = self._places[index]
+        needs_fallback, self._are_silent[place] = self._need_fallback(
+            sequence, outputs, index, processors, *arguments
+        )
         if needs_fallback:
-            self._again.append(self._rows[index])
-        return needs_fallback, should_skip
+            self._again.append(place)
+        if arguments[-1]:  # the temperature
+            self._drawn.add(self._sounds[place])
+        return needs_fallback, self._are_silent[place]
+
+
+def _rows_of(options: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Return arguments of transformers' ``generate_with_fallback`` for some rows of a window."""
+    kwargs = dict(options["kwargs"])
+    if "decoder_attention_mask" in kwargs:
+        kwargs["decoder_attention_mask"] = kwargs["decoder_attention_mask"][rows]
+    of_rows = {name: options[name][rows] for name in ("segment_input", "decoder_input_ids")}
+    return {**options, **of_rows, "cur_bsz": len(rows), "kwargs": kwargs}
