@@ -48,7 +48,7 @@ def both(name: str) -> tuple[Any, lmdecode.Transcriber]:
 
 def options_of(name: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments of the same call, of transformers and ours."""
-    theirs: dict[str, Any] = {"temperature": 0.0, **more}
+    theirs: dict[str, Any] = {"temperature": 0.0, "renormalize_logits": True, **more}
     if not name.endswith(".en"):
         theirs |= {"language": "en", "task": "transcribe"}
     ours: dict[str, Any] = {

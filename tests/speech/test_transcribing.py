@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lmdecode.speech import Transcriber
+from lmdecode.speech.window_decoder import WindowDecoder, _compression_ratio
 from tests.decoder.whisper_models import (
     FIRST_TIMESTAMP,
     PREVIOUS,
@@ -43,6 +44,7 @@ def test_without_timestamps(seed: int, beam_size: int) -> None:
         language="de",
         task="transcribe",
         num_beams=beam_size,
+        renormalize_logits=True,
         suppress_tokens=[*model.generation_config.suppress_tokens, *times],
     )
     for i, row in enumerate(expected.tolist()):
@@ -72,6 +74,7 @@ def test_long_sounds(seed: int, beam_size: int, condition: bool) -> None:
         return_timestamps=True,
         return_segments=True,
         condition_on_prev_tokens=condition,
+        renormalize_logits=True,
         temperature=0.0,
     )["segments"][0]
     segments, info = ours.transcribe(
@@ -190,7 +193,7 @@ def test_threads_change_nothing() -> None:
 
 def test_parts_that_are_decoded_together_cover_the_sound() -> None:
     ours = transcriber(1)
-    segments, _ = ours.transcribe(sound(9.0), batched=True, **EASY)
+    segments, _ = ours.transcribe(sound(9.0, 1), batched=True, **EASY)
     found = list(segments)
     seeks = sorted({segment.seek for segment in found})
     assert seeks[0] == 0 and len(seeks) > 4
@@ -245,6 +248,7 @@ def test_higher_temperatures(first: float) -> None:
     """A text that is not good enough is drawn; the same seed draws the same."""
     ours = transcriber(1)
     options: dict[str, Any] = {**EASY, "temperature": (first, 0.7), "log_prob_threshold": 0.0}
+    options["compression_ratio_threshold"] = 2.2  # the search repeats itself more often
     found = list(ours.transcribe(sound(5.2), word_timestamps=True, **options)[0])
     assert {segment.temperature for segment in found} == {0.7}
     assert found == list(ours.transcribe(sound(5.2), word_timestamps=True, **options)[0])
@@ -348,3 +352,45 @@ def test_threads_of_the_caller() -> None:
         reads = [pool.submit(list, segments) for segments, _ in pairs[1:]]
         pool.submit(pairs[0][0].close).result()
         assert [read.result() for read in reads] == expected[1:]
+
+
+@pytest.mark.parametrize("most", [None, 2.2])
+def test_the_best_try_is_taken_if_none_is_good(
+    most: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As faster-whisper 1.2.1: of those not too repetitive; the temperature is the last one."""
+    tries: list[Any] = []
+
+    def watch(name: str) -> None:
+        own = getattr(WindowDecoder, name)
+
+        def method(*arguments: Any) -> Any:
+            tries.append(own(*arguments))
+            return tries[-1]
+
+        monkeypatch.setattr(WindowDecoder, name, method)
+
+    for name in ("_searched", "_drawn"):
+        watch(name)
+    ours = transcriber(1)
+    options = {
+        **EASY, "temperature": (0.0, 0.5, 0.9), "log_prob_threshold": 0.0,
+        "compression_ratio_threshold": most,
+    }  # fmt: skip
+    found = list(ours.transcribe(sound(2.0), language="en", batched=True, **options)[0])
+    assert len(tries) == 3 and {segment.temperature for segment in found} == {0.9}
+    if most is not None:  # the search repeats itself
+        assert _compression_ratio(ours._model.texts.decode(tries[0].tokens).strip()) > most
+        del tries[0]
+
+    def mean(one: Any) -> float:
+        return sum(one.log_probs) / (len(without_end(one.tokens)) + 1)
+
+    best = max(tries, key=mean)
+    assert best is tries[0]  # the last one is a worse one
+    assert tokens_of(found) == without_end(best.tokens)
+    assert {segment.avg_logprob for segment in found} == {mean(best)}
+
+
+def without_end(tokens: list[int]) -> list[int]:
+    return [token for token in tokens if token != 50257]

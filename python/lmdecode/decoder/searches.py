@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lmdecode._ops import ops
+from lmdecode.beam.search_arguments import SearchOfStep, rules_of_step, searches_of_step
 from lmdecode.beam.state import SEARCH_DIALECTS, BeamParameters, BeamState, SearchDialect
-from lmdecode.beam.token_rules import TokenRules
+from lmdecode.beam.token_rules import TokenRules, new_token_rules
 from lmdecode.beam.trie import Trie, tensors_of_tries
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
 from lmdecode.decoder.huge_memory import new_memory
@@ -156,10 +157,14 @@ class DecodingSearches:
             part = max(1, min(2 * part, int(of_time)))
 
     def _num_running(self) -> int:
+        return int(self.are_running().sum())
+
+    def are_running(self) -> Tensor:
+        """Return [slots] bool: whose searches go on."""
         state, most = self.state, self.parameters.max_lengths
         capacity = state.sequences.shape[2]
         is_short = state.lengths < torch.where(most > 0, most, capacity).clamp(max=capacity)
-        return int(((state.done == 0) & (state.status == 0) & is_short).sum())
+        return (state.done == 0) & (state.status == 0) & is_short
 
     def read_tokens(self, logits: Tensor | None = None) -> Tensor:
         """Read the last token of every beam of the searches that go on, and choose none.
@@ -196,6 +201,47 @@ class DecodingSearches:
         taken = logits.logsumexp(dim=1) - allowed.logsumexp(dim=1)
         is_forced = (rules.forced[..., 0] == lengths).any(dim=1)
         self.state.scores[:, 0] += taken.masked_fill(is_forced | ~taken.isfinite(), 0.0)
+
+    def choose(self, logits: Tensor) -> None:
+        """Choose the next beams of the searches that go on, by logits of the caller.
+
+        The token rules are not applied. Searches of one group alone.
+
+        Parameters
+        ----------
+        logits : Tensor
+            [rows of the caches, V] float32, -inf where a token is forbidden: those of
+            ``read_tokens`` after the caller's rules.
+        """
+        state, beams = self.state, self.state.scores.shape[1]
+        dialect, _, _, num_candidates = self._options
+        slots = self.are_running().nonzero()[:, 0].tolist()
+        searches, passes = searches_of_step(
+            [
+                SearchOfStep(slot, 0, dialect, 0, beams, slot * beams, beams, i * beams)
+                for i, slot in enumerate(slots)
+            ]
+        )
+        lengths = state.lengths.repeat_interleave(beams)
+        _, of_searches, _ = ops.beam_search_step_(
+            logits,
+            list(state),
+            list(self.parameters),
+            rules_of_step(new_token_rules(1), "cpu"),
+            torch.tensor(searches, device="cpu"),
+            torch.zeros(state.scores.shape, dtype=torch.int32, device="cpu"),  # of tries
+            passes,
+            num_candidates,
+            len(slots) * beams,
+            None,  # token_bitmask
+            None,  # bonus
+            True,  # fills_missing
+            False,  # greedy
+            [],  # trace
+        )
+        parents = torch.arange(len(lengths), device="cpu")
+        parents.view(-1, beams)[slots] = of_searches.view(-1, beams)
+        ops.update_beam_indirection_(self.caches.table, parents, 0, lengths)
 
     def _run(self, options: list[int], logits: Tensor | None) -> int:
         steps = ops.decoding_steps_(

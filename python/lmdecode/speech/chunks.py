@@ -14,16 +14,16 @@ _SMOOTH = 20  # frames that are as quiet as the quietest of them is loud
 
 
 def merge_speech(speech: Sequence[tuple[int, int]], longest: int) -> list[tuple[int, int]]:
-    """Return parts of a sound that hold the speech, each at most ``longest`` frames.
+    """Return parts of a sound that hold the speech, several pieces in ``longest`` frames.
 
     A part has no silence of more than three seconds.
 
     Parameters
     ----------
     speech : sequence of (int, int)
-        Begin and end of each piece of speech, in order, none longer than ``longest``.
+        Begin and end of each piece of speech, in order.
     longest : int
-        Frames.
+        Frames; a longer piece is a part of its own.
     """
     parts: list[tuple[int, int]] = []
     for begin, end in speech:
@@ -34,7 +34,9 @@ def merge_speech(speech: Sequence[tuple[int, int]], longest: int) -> list[tuple[
     return parts
 
 
-def cut_at_quiet(features: Tensor, frames: int, longest: int) -> list[tuple[int, int]]:
+def cut_at_quiet(
+    features: Tensor, frames: int, longest: int, begin: int = 0
+) -> list[tuple[int, int]]:
     """Return parts that cover a sound, cut where it is quietest.
 
     Parameters
@@ -45,14 +47,16 @@ def cut_at_quiet(features: Tensor, frames: int, longest: int) -> list[tuple[int,
         Of the sound.
     longest : int
         Frames of a part at most; a cut is in the last third of them.
+    begin : int
+        Frame that the first part begins with.
     """
-    if frames <= longest:
-        return [(0, frames)]
+    if frames - begin <= longest:
+        return [(begin, frames)]
     loudness = features[:, :frames].mean(dim=0)
     around = torch.nn.functional.avg_pool1d(
         loudness[None, None], _SMOOTH, 1, _SMOOTH // 2, count_include_pad=False
     )[0, 0]
-    parts, begin = [], 0
+    parts = []
     while frames - begin > longest:
         first = begin + 2 * longest // 3
         end = first + int(around[first : begin + longest].argmin())

@@ -13,6 +13,8 @@ from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.state import padded
 from lmdecode.sampling.ops import top_k_top_p_sample
 from lmdecode.speech.model import SpeechModel
+from lmdecode.speech.options import TranscriptionOptions
+from lmdecode.speech.rules import ruled
 
 __all__ = ["draw"]
 
@@ -22,9 +24,9 @@ def draw(
     memory: Tensor,
     prompt: Sequence[int],
     rules: TokenRules,
+    options: TranscriptionOptions,
     *,
     temperature: float,
-    rows: int,
     new_tokens: int,
     seed: int,
 ) -> list[tuple[list[int], list[float]]]:
@@ -40,10 +42,10 @@ def draw(
         Tokens in front of the texts.
     rules : TokenRules
         Of one slot.
+    options : TranscriptionOptions
+        Number of texts, ``best_of``, and penalties.
     temperature : float
         Above 0.
-    rows : int
-        Number of texts.
     new_tokens : int
         Most tokens of a text.
     seed : int
@@ -52,10 +54,10 @@ def draw(
     Returns
     -------
     list of (list of int, list of float)
-        The tokens of each text, its end token among them if it came, and their log-probabilities by
-        the model, before the temperature.
+        The tokens of each text, its end token among them if it came, and their log-probabilities
+        among what the rules allow, before the temperature.
     """
-    length, end = len(prompt), model.tokens.end
+    length, end, rows = len(prompt), model.tokens.end, options.best_of
     state = new_beam_state(1, rows, length + new_tokens + 1)
     state.sequences[0, :, :length] = torch.tensor(prompt, device="cpu")
     state.lengths.fill_(length)
@@ -75,7 +77,7 @@ def draw(
     taken = 0
     while taken < new_tokens and not bool(has_ended.all()):
         searches.read_tokens(values)
-        scores = values[1]
+        scores = ruled(searches, values, options.repetition_penalty, options.no_repeat_ngram_size)
         if not bool((scores.amax(dim=1) > -torch.inf).all()):
             raise RuntimeError(
                 "Transcriber: a window has NaN in its logits, or no token to go on with"
@@ -84,7 +86,8 @@ def draw(
             scores, temperature=temperature, seed=seeds, position=taken
         ).index
         tokens[has_ended] = end
-        log_probs[:, taken] = scores.gather(1, tokens[:, None])[:, 0].masked_fill(has_ended, 0.0)
+        of_tokens = scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(1)
+        log_probs[:, taken] = of_tokens.masked_fill(has_ended, 0.0)
         state.sequences[0, :, length + taken] = tokens
         state.lengths.add_(1)
         has_ended |= tokens == end

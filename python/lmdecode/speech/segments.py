@@ -48,7 +48,8 @@ class Segment:
     tokens : list of int
         Its tokens, times among them.
     avg_logprob : float
-        Mean log-probability of the tokens of its window, the end token among them.
+        Mean log-probability of the tokens of its window, the end token among them, each among
+        those that the rules allow.
     compression_ratio : float
         Bytes of the text of its window over those that zlib makes of it: high for repetitions.
     no_speech_prob : float
@@ -56,7 +57,7 @@ class Segment:
     words : list of Word or None
         Its words, if asked for.
     temperature : float
-        Temperature that its window was decoded with; 0 is a search.
+        The last temperature that its window was tried with; 0 is a search.
     """
 
     id: int

@@ -217,14 +217,17 @@ class Transcriber:
         task : {"transcribe", "translate"}
             "translate": into English.
         beam_size, patience, length_penalty, repetition_penalty, no_repeat_ngram_size
-            Of the search at temperature 0. ``beam_size`` is 5; 1 is greedy.
+            Of the search at temperature 0. ``beam_size`` is 5; 1 is greedy. The last two act on
+            logits at each temperature, and see what a window generates: no prompt, no prefix.
         temperature : float or sequence of float
             Tried one after the other until a text is good enough; (0, 0.2, ..., 1.0).
         best_of, seed : int
             Above temperature 0 the best of so many draws is taken, whose noise has this seed.
         compression_ratio_threshold, log_prob_threshold : float or None
             A text that zlib compresses further (2.4), or whose mean log-probability is lower
-            (-1.0), is not good enough.
+            (-1.0), is not good enough. It is the mean over the text and its end, among the tokens
+            that the rules allow. If none is good enough, the most probable one is taken, and one
+            that zlib compresses less if there is any.
         no_speech_threshold : float or None
             A window in which silence is more probable (0.6), and the text less probable than
             ``log_prob_threshold``, has no text.
@@ -255,8 +258,9 @@ class Transcriber:
         vad : bool
             Whether only what silero-vad takes for speech is transcribed (package silero-vad).
         vad_parameters : mapping, optional
-            Arguments of silero-vad's ``get_speech_timestamps``, such as ``threshold`` and
-            ``min_silence_duration_ms``.
+            Arguments of silero-vad's ``get_speech_timestamps``, such as ``threshold``,
+            ``min_silence_duration_ms`` and, where windows are decoded together,
+            ``max_speech_duration_s``: longer speech is cut at its last pause.
         batched : bool, optional
             Whether windows are decoded independently of each other, ``batch_size`` at a time:
             pieces of speech with ``vad``, or else parts cut where it is quietest. Otherwise a
@@ -402,15 +406,16 @@ class _Opener:
         samples = load_audio(audio)
         speech = None
         if self._vad:
-            speech = speech_of(samples, longest, self._vad_parameters)
+            most = longest if self._batched else None
+            speech = speech_of(samples, most, self._vad_parameters)
         features = model.features(samples, longest if len(samples) <= longest * HOP else 0)
         frames = min(-(-len(samples) // HOP), features.shape[1])
+        parts = [(0, frames)] if speech is None else speech
+        if self._batched:
+            cuts = (cut_at_quiet(features, end, longest, begin) for begin, end in parts)
+            parts = [part for pieces in cuts for part in pieces]
         if speech is not None:
-            parts = merge_speech(speech, longest)
-        elif self._batched:
-            parts = cut_at_quiet(features, frames, longest)
-        else:
-            parts = [(0, frames)]
+            parts = merge_speech(parts, longest)
         parts = [(begin, end) for begin, end in parts if end > begin]
         is_whole = speech is None and not self._batched
         # transformers has zeros there for the last window of a long sound.

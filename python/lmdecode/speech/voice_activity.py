@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +41,7 @@ def _silero() -> tuple[Any, Any]:
 
 
 def speech_of(
-    samples: Tensor, longest: int, parameters: Mapping[str, Any] | None
+    samples: Tensor, longest: int | None, parameters: Mapping[str, Any] | None
 ) -> list[tuple[int, int]]:
     """Return the first and last frame of each piece of speech, in order.
 
@@ -48,8 +49,9 @@ def speech_of(
     ----------
     samples : Tensor
         [n] float32 at 16 kHz.
-    longest : int
-        Frames of a piece at most.
+    longest : int, optional
+        Frames of a piece at most, if the parameters do not say otherwise: longer speech is cut at
+        its last pause of a tenth of a second.
     parameters : mapping, optional
         Arguments of silero-vad's ``get_speech_timestamps``.
 
@@ -62,23 +64,22 @@ def speech_of(
     """
     if parameters is not None and not isinstance(parameters, Mapping):
         raise type_error(_OP, "vad_parameters", parameters, "a mapping or None")
-    given = {**_DEFAULTS, "max_speech_duration_s": longest * HOP / RATE, **(parameters or {})}
+    given = {**_DEFAULTS, **(parameters or {})}
     threads = torch.get_num_threads()
     try:
         with _lock:
             model, get_speech_timestamps = _silero()
+            if longest is not None:
+                given.setdefault("max_speech_duration_s", longest * HOP / RATE)
+                # Its longest pause may be far back, and those behind it are forgotten then.
+                pause = "use_max_poss_sil_at_max_speech"
+                if pause in inspect.signature(get_speech_timestamps).parameters:
+                    given.setdefault(pause, False)
             found = get_speech_timestamps(samples, model, sampling_rate=RATE, **given)
     except TypeError as error:
         raise TypeError(f"{_OP}: vad_parameters is {parameters!r} ({error})") from error
     finally:
         torch.set_num_threads(threads)  # the package sets them
     frames = len(samples) // HOP
-    pieces: list[tuple[int, int]] = []
-    for piece in found:
-        begin, end = piece["start"] // HOP, min(-(-piece["end"] // HOP), frames)
-        while end - begin > longest:
-            pieces.append((begin, begin + longest))
-            begin += longest
-        if end > begin:
-            pieces.append((begin, end))
-    return pieces
+    pieces = [(piece["start"] // HOP, min(-(-piece["end"] // HOP), frames)) for piece in found]
+    return [(begin, end) for begin, end in pieces if end > begin]

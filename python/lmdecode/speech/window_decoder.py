@@ -27,6 +27,7 @@ from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.state import padded
 from lmdecode.speech.model import SpeechModel
 from lmdecode.speech.options import TranscriptionOptions
+from lmdecode.speech.rules import ruled
 from lmdecode.speech.sampling import draw
 
 __all__ = ["DecodedWindow", "Window", "WindowDecoder"]
@@ -91,6 +92,15 @@ class _Found(NamedTuple):
     log_probs: list[float]
 
 
+class _Judged(NamedTuple):
+    """One try without its end token; the mean of its log-probabilities, and its compression."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    mean: float
+    ratio: float
+
+
 def _compression_ratio(text: str) -> float:
     data = text.encode()
     return len(data) / len(zlib.compress(data)) if data else 0.0
@@ -117,6 +127,7 @@ class WindowDecoder:
         self._memories: dict[int, Tensor] = {}
         self._no_speech: dict[int, float] = {}
         self._searches: DecodingSearches | None = None
+        self._values = torch.empty(0, device="cpu")  # of a step
         self._cross: CrossAttention | None = None
         if options.word_timestamps:
             self._cross = CrossAttention(model.decoder, model.alignment_heads)
@@ -165,10 +176,15 @@ class WindowDecoder:
             ended = list(self._running)
         else:
             assert self._searches is not None
-            self._searches.run(_STEPS, stop_when_done=True)
-            state = self._searches.state
-            over = (state.done != 0) | (state.status != 0)
-            ended = [place for place in self._running if bool(over[place])]
+            penalties = self._options.repetition_penalty, self._options.no_repeat_ngram_size
+            ended = list[int]()
+            for _ in range(_STEPS):
+                self._searches.read_tokens(self._values)
+                self._searches.choose(ruled(self._searches, self._values, *penalties))
+                goes_on = self._searches.are_running().tolist()
+                ended = [place for place in self._running if not goes_on[place]]
+                if ended:
+                    break
         for place in ended:
             window = self._running[place]
             try:
@@ -228,6 +244,8 @@ class WindowDecoder:
             keep_log_probs=True,
         )
         state.done.fill_(1)
+        shape = (2, self._places * beams, self._model.decoder.config.vocab_size)
+        self._values = torch.zeros(shape, dtype=torch.float32, device="cpu")
         return DecodingSearches(
             self._model.decoder,
             state,
@@ -235,7 +253,6 @@ class WindowDecoder:
             new_token_rules(self._places, len(self._suppressed) + len(self._suppressed_first)),
             source,
             num_candidates=2 * beams,
-            greedy=beams == 1,
         )
 
     def _request(self, window: Window) -> BeamRequest:
@@ -268,12 +285,7 @@ class WindowDecoder:
                 vocab = self._model.decoder.config.vocab_size
                 last = min(tokens.first_time + steps, vocab - 1)
             times = (tokens.first_time, tokens.end, window.begin, last)
-        return one_slot(
-            repetition_penalty=options.repetition_penalty,
-            no_repeat_ngram_size=options.no_repeat_ngram_size,
-            bans=bans,
-            timestamps=times,
-        )
+        return one_slot(bans=bans, timestamps=times)
 
     @property
     def seconds_of_time(self) -> float:
@@ -307,19 +319,29 @@ class WindowDecoder:
     # ---- results
 
     def _decoded(self, place: int, window: Window) -> DecodedWindow:
-        """Return the first try that is good enough, or the last one."""
+        """Return the first try that is good enough, or else the most probable one.
+
+        One that does not repeat itself too often, if there is any.
+        """
         options, no_speech = self._options, self._no_speech[place]
+        prefix, tries = list(window.prompt[window.begin :]), list[_Judged]()
         for i, temperature in enumerate(options.temperature):
             if temperature == 0:
                 found = self._searched(place, window)
             else:
                 found = self._drawn(place, window, temperature, i)
             tokens = [token for token in found.tokens if token != self._model.tokens.end]
-            mean = sum(found.log_probs) / max(1, len(found.log_probs))
-            prefix = list(window.prompt[window.begin :])
+            mean = sum(found.log_probs) / (len(tokens) + 1)
             ratio = _compression_ratio(self._model.texts.decode([*prefix, *tokens]).strip())
+            tries.append(_Judged(tokens, found.log_probs, mean, ratio))
             if not self._is_poor(mean, ratio, no_speech):
+                best = tries[-1]
                 break
+        else:
+            most = options.compression_ratio_threshold
+            fair = [one for one in tries if most is not None and one.ratio <= most]
+            best = max(fair or tries, key=lambda one: one.mean)
+        tokens = best.tokens
         attention = None
         if self._cross is not None:
             assert self._searches is not None
@@ -329,9 +351,9 @@ class WindowDecoder:
             attention = weights[:, window.begin - 1 :]
         return DecodedWindow(
             [*prefix, *tokens],
-            [*[0.0] * len(prefix), *found.log_probs[: len(tokens)]],
-            mean,
-            ratio,
+            [*[0.0] * len(prefix), *best.log_probs[: len(tokens)]],
+            best.mean,
+            best.ratio,
             no_speech,
             temperature,
             attention,
@@ -369,8 +391,8 @@ class WindowDecoder:
             self._memories[place],
             window.prompt,
             self._rules(window),
+            self._options,
             temperature=temperature,
-            rows=self._options.best_of,
             new_tokens=self._new_tokens(window),
             seed=self._options.seed + 1_000_003 * window.seek + number,
         )

@@ -203,12 +203,13 @@ class CallSounds:
     ) -> Any:
         if index == 0:
             self._begin_loop()
-            for processor in processors or ():
-                if isinstance(processor, WhisperNoSpeechDetection):
-                    if self._no_speech is None:  # the first loop has all rows, once a beam or once
-                        found = processor.no_speech_prob
-                        self._no_speech = found[:: len(found) // len(self._places)]
-                    processor._no_speech_prob = self._no_speech[self._places]
+            kind = WhisperNoSpeechDetection
+            detection: Any = next((one for one in processors or () if isinstance(one, kind)), None)
+            if detection is not None:
+                if self._no_speech is None:  # the first loop has all rows, or beams of them
+                    found = detection.no_speech_prob
+                    self._no_speech = found[:: len(found) // len(self._places)]
+                detection._no_speech_prob = self._no_speech[self._places]
         place = self._places[index]
         needs_fallback, self._are_silent[place] = self._need_fallback(
             sequence, outputs, index, processors, *arguments
