@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import lmdecode
+from lmdecode.integrations.transformers.generate_call import CACHE
 from tests.decoder.decoder_models import make_model
 from tests.support.causal_models import PAD, random_model, random_tokens
 from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
@@ -108,8 +109,9 @@ def test_keys_and_values_of_any_type_are_refused(kind: str, past: Any) -> None:
         decoding = decoding_of(*CASE)
     else:
         decoding = lmdecode.Decoding.from_pretrained(make_model(kind))
-    with pytest.raises(ValueError, match=r"^past_key_values: expected None"):
-        decoding.generate(IDS % 60, past_key_values=past, max_new_tokens=2)
+    for name in {"past_key_values", CACHE}:
+        with pytest.raises(ValueError, match=rf"^{name}: expected None, .* caches of its own"):
+            decoding.generate(IDS % 60, **{name: past}, max_new_tokens=2)
 
 
 def test_embeddings() -> None:

@@ -64,9 +64,10 @@ def _prompt(tokenizer: Any, length: int) -> Tensor:
 def _generate(model: Any, prompt: Tensor, tokens: int, name: str) -> Tensor:
     """Generate as transformers does by itself, or with lmdecode's attention and cache."""
     from lmdecode.integrations.transformers import DynamicRingCache
+    from lmdecode.integrations.transformers.generate_call import CACHE
 
     model.set_attn_implementation(_IMPLEMENTATIONS[name])
-    cache = {"past_key_values": DynamicRingCache(model.config)} if name == OURS else {}
+    cache = {CACHE: DynamicRingCache(model.config)} if name == OURS else {}
     return model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens,
         min_new_tokens=tokens, do_sample=False, **cache,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lmdecode.integrations.transformers import beam_search
+from lmdecode.integrations.transformers.generate_call import CACHE
 
 EVERYTHING = {
     "return_dict_in_generate": True,
@@ -58,9 +59,9 @@ def assert_same(expected: Any, got: Any) -> None:
     assert got.keys() == expected.keys()
     for name in ("sequences", "beam_indices"):
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0)
-    for name in expected.keys() - {"sequences", "beam_indices", "past_key_values"}:
+    for name in expected.keys() - {"sequences", "beam_indices", CACHE}:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-5)
-    if "past_key_values" in expected:
+    if CACHE in expected:
         assert type(got.past_key_values) is type(expected.past_key_values)
         length = expected.past_key_values.get_seq_length()
         assert got.past_key_values.get_seq_length() == length

@@ -17,6 +17,7 @@ from lmdecode.integrations.transformers import (
 )
 from lmdecode.integrations.transformers.caches import beam_caches
 from lmdecode.integrations.transformers.caches.beam_caches import BeamLayer, BeamSlidingWindowLayer
+from lmdecode.integrations.transformers.generate_call import CACHE
 
 DECODER_ONLY = ("gpt2", "llama", "mistral", "qwen2", "gemma2", "gemma3", "gpt_oss")
 ENCODER_DECODER = ("bart", "t5", "marian")
@@ -86,7 +87,7 @@ def test_caches_that_generate_made(any_model, padded_prompts, monkeypatch, name)
 
     def prepare_ours(generation_config, model_kwargs, *args):
         prepare(generation_config, model_kwargs, *args)
-        assert beam_cache(model_kwargs["past_key_values"]) is model_kwargs["past_key_values"]
+        assert beam_cache(model_kwargs[CACHE]) is model_kwargs[CACHE]
 
     def reorder(cache, beam_idx):
         reordered.append(cache)

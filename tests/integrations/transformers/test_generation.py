@@ -18,6 +18,7 @@ from transformers import (
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor, TopPLogitsWarper
 
 from lmdecode.integrations.transformers import beam_search, sample
+from lmdecode.integrations.transformers.generate_call import CACHE
 from tests.support.word_tokenizer import word_tokenizer
 
 PAD, EOS, VOCAB = 0, 2, 61
@@ -71,7 +72,7 @@ def test_greedy_outputs_are_those_of_transformers(model, prompts):
     assert type(got) is type(expected)
     assert got.keys() == expected.keys()
     for name in expected:
-        if name != "past_key_values":
+        if name != CACHE:
             assert_identical(got[name], expected[name])
     assert type(got.past_key_values) is type(expected.past_key_values)
     assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
@@ -281,7 +282,8 @@ def test_a_streamers_consumer_does_not_wait(llama, prompts):
 
     class Tokenizer:
         def decode(self, ids, **kwargs):
-            return " ".join(map(str, ids)) + "\n"
+            # transformers 5.24 gives the last token alone, as an int
+            return " ".join(map(str, ids if isinstance(ids, list) else [ids])) + "\n"
 
     for custom_generate, options in (
         (around, {}),

@@ -41,6 +41,7 @@ from lmdecode.integrations.transformers import (
     prefill,
     sample,
 )
+from lmdecode.integrations.transformers.generate_call import CACHE
 
 TURNS = (ids(37), ids(5, seed=1), ids(21, seed=2))
 CACHES = {
@@ -471,8 +472,9 @@ def test_wrong_stores_and_caches(tmp_path: Path) -> None:
     with store_of(llama, tmp_path / "llama") as store:
         cache = DynamicCache(config=llama.config)
         prefill(llama, cache, TURNS[1])
-        with pytest.raises(ValueError, match="past_key_values holds 5 tokens; expected an empty"):
-            answer(llama, store, "a", TURNS[0], past_key_values=cache)
+        for name in {"past_key_values", CACHE}:
+            with pytest.raises(ValueError, match=f"{name} holds 5 tokens; expected an empty"):
+                answer(llama, store, "a", TURNS[0], **{name: cache})
         with pytest.raises(TypeError, match="input_ids is list; expected a tensor of token ids"):
             generate_with_store(llama, store, "a", [[1]], **ANSWER)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="past_key_values is list; expected a Cache"):

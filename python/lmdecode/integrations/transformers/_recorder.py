@@ -12,6 +12,8 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
+from lmdecode.integrations.transformers.generate_call import CACHE
+
 if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
@@ -76,7 +78,7 @@ class Recorder:
     ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
         """Return the result of ``generate()``; ``sequences`` is [B, length] int64.
 
-        cache: the result's ``past_key_values``.
+        cache: the result's ``past_key_values``, since transformers 5.24 its ``cache``.
         """
         if not self.returns_dict:
             return sequences
@@ -106,7 +108,7 @@ class Recorder:
         common: dict[str, Any] = {
             "scores": self.scores,
             "logits": self.logits,
-            "past_key_values": cache,
+            CACHE: cache,
         }
         if not self.is_encoder_decoder:
             return common | {"attentions": self.attentions, "hidden_states": self.hidden_states}

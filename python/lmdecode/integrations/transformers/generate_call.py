@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,11 +20,22 @@ _TAKES_NEXT_SEQUENCE_LENGTH = (
     "next_sequence_length"
     in inspect.signature(generation_utils.GenerationMixin.prepare_inputs_for_generation).parameters
 )
+#: The cache among the arguments and outputs of a model. transformers renamed it in 5.24, and
+#: renames what is given by the former name, with a warning.
+CACHE = "cache" if "cache" in generation_utils.ALL_CACHE_NAMES else "past_key_values"
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
     from transformers.generation.streamers import BaseStreamer
+
+
+def given_cache(arguments: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the cache that arguments of ``generate()`` have, or None, and its name there."""
+    for name in (CACHE, "past_key_values"):
+        if arguments.get(name) is not None:
+            return name, arguments[name]
+    return CACHE, None
 
 
 class CallerArguments(NamedTuple):
@@ -40,7 +51,7 @@ class CallerArguments(NamedTuple):
 def arguments_of_generate(model: Any, streamer: Any) -> CallerArguments:
     """Return the arguments of ``generate()`` that it does not pass to its callable.
 
-    transformers (5.0 to 5.23) passes a callable only the arguments that it adds to the signature
+    transformers (5.0 to 5.24) passes a callable only the arguments that it adds to the signature
     of ``_sample``. So a streamer would get the prompt and then nothing, and its reader would wait
     for ever. No hook exposes these arguments. So this function reads them from the frame of
     ``generate()``, which called the loop. It reads the tokenizers, which ``generate()`` drops, from

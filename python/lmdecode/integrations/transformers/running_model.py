@@ -10,7 +10,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.caches.beam_caches import beam_cache, reorder_beams
-from lmdecode.integrations.transformers.generate_call import next_inputs, prefill
+from lmdecode.integrations.transformers.generate_call import CACHE, next_inputs, prefill
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -81,7 +81,7 @@ class RunningModel:
     def follow_beams(self) -> None:
         """Replace the cache by one with a fast ``reorder``; called before the prompt is read."""
         if self._kwargs["use_cache"] and not hasattr(self._model, "_reorder_cache"):
-            beam_cache(self._kwargs.get("past_key_values"))
+            beam_cache(self._kwargs.get(CACHE))
 
     def read_prompts(self, input_ids: Tensor) -> Tensor:
         outputs = prefill(self._model, input_ids, self._config, self._kwargs)

@@ -53,6 +53,7 @@ from lmdecode.integrations.transformers.decoding.search_call import SearchCall
 from lmdecode.integrations.transformers.decoding.step_logits import StepLogits
 from lmdecode.integrations.transformers.decoding.whisper import CallSounds, cross_attentions
 from lmdecode.integrations.transformers.generate_call import (
+    CACHE,
     refuse_assistance,
     with_stop_strings,
 )
@@ -66,8 +67,8 @@ __all__ = ["decode_encoder_decoder", "memory_of"]
 # Arguments that generate() passes on and that have no effect here; inputs_embeds are the
 # encoder's.
 _IGNORED = frozenset(
-    ("attention_mask", "cache_position", "encoder_outputs", "inputs_embeds", "past_key_values",
-     "use_cache", "decoder_attention_mask", "position_ids", "decoder_position_ids",
+    ("attention_mask", "cache_position", "encoder_outputs", "inputs_embeds", CACHE, "use_cache",
+     "decoder_attention_mask", "position_ids", "decoder_position_ids",
      "next_sequence_length")
 )  # fmt: skip
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from lmdecode.integrations.transformers.generate_call import given_cache
+
 __all__ = ["refuse_handed_on", "refuse_inner_outputs", "refuse_past", "refuse_seed_of_beams"]
 
 
@@ -19,9 +21,10 @@ def refuse_inner_outputs(config: Any) -> None:
 
 def refuse_past(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError if arguments of ``generate()`` have keys and values."""
-    if arguments.get("past_key_values") is not None:
+    name, cache = given_cache(arguments)
+    if cache is not None:
         raise ValueError(
-            "past_key_values: expected None, Decoding keeps caches of its own; those of a prompt "
+            f"{name}: expected None, Decoding keeps caches of its own; those of a prompt "
             "are there for a later call with store=, and between steps with Decoding.batch()"
         )
 

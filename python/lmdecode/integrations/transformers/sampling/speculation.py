@@ -9,7 +9,7 @@ import torch
 from transformers import Cache
 
 from lmdecode.decoder.engine.lookup_drafts import next_size
-from lmdecode.integrations.transformers.generate_call import draft_inputs
+from lmdecode.integrations.transformers.generate_call import CACHE, draft_inputs
 from lmdecode.integrations.transformers.sampling.read_ahead import Lookup, ReadAhead
 from lmdecode.sampling.drafts import prompt_lookup
 
@@ -91,7 +91,7 @@ def check_speculation(
         raise ValueError(
             f"{name}: expected None with synced_gpus, as each process takes other steps"
         )
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if not model_kwargs.get("use_cache") or not isinstance(cache, Cache):
         raise ValueError(f"{name}: expected a cache of keys and values, got {type(cache).__name__}")
     # The layers of a DynamicCache are made with the prompt. Those that exist are checked now.
@@ -164,7 +164,7 @@ class Speculation:
     ) -> None:
         self._name, self._model, self._forward, self._drafts = name, model, forward, drafts
         self._max_length = max_length
-        self._cache: Any = model_kwargs["past_key_values"]
+        self._cache: Any = model_kwargs[CACHE]
         self._cache.activate_past_recording()
         self._ahead = ReadAhead()
         self._outputs: Any = None

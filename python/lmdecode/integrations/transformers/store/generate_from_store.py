@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, StoppingCriteria, StoppingCriteriaList
 
 from lmdecode.integrations.transformers.caches.kv_layers import check_layers
+from lmdecode.integrations.transformers.generate_call import CACHE, given_cache
 from lmdecode.integrations.transformers.store.cache import (
     cache_to_kv,
     empty_cache_for,
@@ -90,7 +91,7 @@ def prefill(
         size = chunk_size or end
         stop = min(end, (start // size + 1) * size)
         chunk = {name: input_ids[:, start:stop]}
-        model(**chunk, past_key_values=cache, use_cache=True, **model_inputs)
+        model(**chunk, **{CACHE: cache}, use_cache=True, **model_inputs)
         start = stop
         if on_chunk is not None:
             on_chunk(start)
@@ -122,24 +123,23 @@ def _ready_cache(
     store: KVStore,
     request: Request,
     conversation: Conversation,
-    given: Any,
+    named: tuple[str, Any],
     if_faster: bool,
 ) -> Any:
     """Return a cache that holds as much of the prompt as there is."""
+    name, given = named
     if given is not None and not isinstance(given, Cache):
-        raise TypeError(
-            f"generate_with_store: past_key_values is {type(given).__name__}; expected a Cache"
-        )
+        raise TypeError(f"generate_with_store: {name} is {type(given).__name__}; expected a Cache")
     if given is not None and isinstance(given, EncoderDecoderCache) != (
         request.encoder is not None
     ):
         raise ValueError(
-            f"generate_with_store: past_key_values is a {type(given).__name__}; expected an "
+            f"generate_with_store: {name} is a {type(given).__name__}; expected an "
             "EncoderDecoderCache for an encoder-decoder model, and for no other"
         )
     if given is not None and not is_empty(given) and not conversation.left(given):
         raise ValueError(
-            f"generate_with_store: past_key_values holds {int(given.get_seq_length())} tokens; "
+            f"generate_with_store: {name} holds {int(given.get_seq_length())} tokens; "
             "expected an empty cache, or the one of this session's last call"
         )
     cache = conversation.begin(model, given)
@@ -219,7 +219,7 @@ def _generate(
     else:
         criteria = [*(arguments.get("stopping_criteria") or ()), recording]
         arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
-    return model.generate(ids, past_key_values=cache, **arguments)
+    return model.generate(ids, **{CACHE: cache}, **arguments)
 
 
 def generate_with_store(
@@ -276,9 +276,9 @@ def generate_with_store(
         Where the tokens do not continue the session's, rewind it to what both have in common.
     **generate_arguments
         Of ``generate()``: ``attention_mask``, ``custom_generate=sample`` and the like.
-        ``past_key_values``: an empty cache to use, such as a ``DynamicRingCache``; None: a
-        ``BeamDynamicCache``. ``prefill_chunk_size``: tokens of a forward pass of the prompt, 128 by
-        default; None: all in one.
+        ``past_key_values``, which transformers 5.24 calls ``cache``: an empty cache to use, such as
+        a ``DynamicRingCache``; None: a ``BeamDynamicCache``. ``prefill_chunk_size``: tokens of a
+        forward pass of the prompt, 128 by default; None: all in one.
 
     Returns
     -------
@@ -313,7 +313,7 @@ def generate_with_store(
         store, session_id, request.tokens, request.context, chunk_size=request.chunk_size,
         commit_every=commit_every, ttl=ttl, pin=pin, rewind=rewind,
     )  # fmt: skip
-    given = generate_arguments.get("past_key_values")
+    given = given_cache(generate_arguments)
     cache = _ready_cache(model, store, request, conversation, given, if_faster)
     encoded = _encoded(model, store, request, conversation, cache)
     recording = _Recording(conversation, cache)

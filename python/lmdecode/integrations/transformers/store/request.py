@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmdecode.integrations.transformers.generate_call import CACHE
+
 if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
 _DEFAULT_CHUNK = 128
 # Arguments of forward passes that change no key or value of the tokens, or that are looked at here.
 _KNOWN_INPUTS = {
-    "input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "past_key_values",
-    "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict",
+    "input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", CACHE,
+    "past_key_values", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "return_dict",
 }  # fmt: skip
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
@@ -245,8 +248,8 @@ def read_request(
             f"{op}: num_return_sequences is {rows}; expected 1 without beams: a session is one "
             "sequence"
         )
-    for name in ("past_key_values", "attention_mask", "decoder_input_ids", "decoder_attention_mask",
-                 "prefill_chunk_size"):  # fmt: skip
+    for name in (CACHE, "past_key_values", "attention_mask", "decoder_input_ids",
+                 "decoder_attention_mask", "prefill_chunk_size"):  # fmt: skip
         options.pop(name, None)
     mask = inputs.get("attention_mask")
     encoder = None
