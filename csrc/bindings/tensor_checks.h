@@ -50,7 +50,7 @@ inline std::string dtype_name(ScalarType type) {
       "qint8 quint8 qint32 bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 "
       "float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz uint16 uint32 uint64 "
       "uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7 "
-      "float8_e8m0fnu float4_e2m1fn_x2 ";
+      "float8_e8m0fnu float4_e2m1fn_x2 bcomplex32 ";
   std::string_view names = kNames;
   for (int number = static_cast<int>(type); number > 0 && !names.empty(); --number) {
     names.remove_prefix(names.find(' ') + 1);
