@@ -4,6 +4,8 @@
 # make test-vllm the tests of the integration with vLLM, in vLLM itself: an environment of 2.5 GB
 # make test-ray  the tests of the integration with Ray, on a cluster of two nodes in this machine: 0.6 GB
 # make test-amx  every Python test at the level of Intel's matrix units, emulated: needs AVX-512 with VNNI and bfloat16
+# make test-newest  the tests that are not slow with the newest torch and transformers, and make test-oldest with the
+#                oldest: environments of 5 GB each, of torch's builds with CUDA; they write benchmarks/results/releases.md
 # make test-models  texts and perplexity of real models, of 0.6 GB in packages, in an environment of their own
 # make wheel     dist/lmdecode-*.whl, for machines without a compiler; without CUDA kernels
 # make sdist     dist/lmdecode-*.tar.gz, the sources that a build reads
@@ -15,8 +17,8 @@
 # make clean     remove everything that the other targets made
 #
 # Set-up makes a virtual environment in $(VENV), installs what is needed and builds, for this processor alone; done again
-# it takes a second and no network. What demo, test and lint need is installed when they are asked for. The tests have a second one beside it, with transformers 4.38.2: the last releases with a BeamSearchScorer
-# cannot share an environment with transformers 5. vLLM, Ray, emulated matrix units and real models have their own, which
+# it takes a second and no network. What demo, test and lint need is installed when they are asked for. The tests have two more beside it, with transformers 4.38.2, as the last releases with a
+# BeamSearchScorer cannot share an environment with transformers 5, and with the newest transformers. vLLM, Ray, emulated matrix units and real models have their own, which
 # make test leaves alone.
 # Variables: PYTHON (3.11 or later), VENV, VLLM_VENV, RAY_VENV and MODELS_VENV (environments with vLLM, Ray and real models),
 # CXX, JOBS (as many as there are cores, and 2 GB of memory for each), LEVELS (native, or all of the CPU's levels), CUDA
@@ -42,6 +44,17 @@ TORCH := torch==2.13.0
 # The environment whose transformers is the oracle of the beam search scorers. Newer pytest breaks its import.
 TRANSFORMERS_4_38 := $(VENV)-transformers-4.38
 TRANSFORMERS_4_38_DEPS := transformers==4.38.2 pytest<8 pytest-xdist<3.6
+# The environment of the newest transformers, and the tests that what it changes has broken: of the loops, caches and stores.
+TRANSFORMERS_NEW := $(VENV)-transformers-new
+TRANSFORMERS_NEW_DEPS := transformers==5.24.0
+TRANSFORMERS_NEW_TESTS := $(patsubst %,tests/integrations/transformers/test_%.py,generation generation_speculation \
+  generate_beam_search beam_cache_generate store_generation) tests/decoder/test_causal_generate_refused.py
+# The newest and the oldest torch and transformers. PyPI's torch has CUDA.
+NEWEST_VENV ?= $(VENV)-newest
+NEWEST ?= torch transformers
+OLDEST_VENV ?= $(VENV)-oldest
+OLDEST ?= torch==2.11.0 transformers==5.0.0
+RELEASES := benchmarks/results/releases.md
 # The environment with a build of its own, of which tests/cpp/amx_emulation is the tiles; all else is that of $(VENV).
 AMX_VENV := $(VENV)-amx
 # The environment of vLLM: a build of its code for CPUs, which pins torch's build for CPUs.
@@ -68,7 +81,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: FORCE dev demo test test-python test-cpp test-vllm test-ray test-amx test-models lint docs bench gpu setup clean
+.PHONY: FORCE dev demo test test-python test-cpp test-newest test-oldest test-vllm test-ray test-amx test-models lint docs bench gpu setup clean
 
 demo: $(VENV)/.python
 	@echo "lmdecode: set-up, minutes, when it has not been made; then the demo, about a minute"
@@ -76,14 +89,15 @@ demo: $(VENV)/.python
 	@$(BIN)/python -m lmdecode.demo $(ARGS)
 
 test: $(VENV)/.python
-	@echo "lmdecode: set-up when it has not been made; then the tests of Python, those of the scorers beside transformers"
-	@echo "lmdecode: 4.38, and those of C++ under sanitizers: tens of minutes in all on two cores"
+	@echo "lmdecode: set-up when it has not been made; then the tests of Python, some of them beside transformers"
+	@echo "lmdecode: 4.38 and 5.24, and those of C++ under sanitizers: tens of minutes in all on two cores"
 	@$(MAKE) --no-print-directory test-python
 	@$(MAKE) --no-print-directory test-cpp
 
-test-python: setup $(VENV)/.packages-test $(TRANSFORMERS_4_38)/.deps
+test-python: setup $(VENV)/.packages-test $(TRANSFORMERS_4_38)/.deps $(TRANSFORMERS_NEW)/.deps
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 	$(TRANSFORMERS_4_38)/bin/python -m pytest -n $(JOBS) tests/transformers_4_38
+	$(TRANSFORMERS_NEW)/bin/python -m pytest -n $(JOBS) -m "not slow" $(TRANSFORMERS_NEW_TESTS)
 
 test-cpp: setup
 	@mkdir -p build
@@ -91,6 +105,18 @@ test-cpp: setup
 	  || { cat $(CPP_TESTS).log; exit 1; }
 	$(BIN)/cmake --build $(CPP_TESTS) -j $(JOBS)
 	$(BIN)/ctest --test-dir $(CPP_TESTS) --output-on-failure -j $(JOBS)
+
+# What is newest is asked for at each run.
+test-newest: setup $(VENV)/.packages-test $(NEWEST_VENV)/.made
+	@echo "lmdecode: $(NEWEST) into $(NEWEST_VENV): 5 GB, where torch is its build with CUDA; then tests, for minutes"
+	$(NEWEST_VENV)/bin/pip install --quiet --upgrade $(foreach package,$(NEWEST),"$(package)")
+	$(call TEST_RELEASES,$(NEWEST_VENV))
+
+test-oldest: setup $(VENV)/.packages-test $(OLDEST_VENV)/.deps
+	$(call TEST_RELEASES,$(OLDEST_VENV))
+
+TEST_RELEASES = $(1)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" -p tests.support.releases \
+  --releases $(RELEASES) $(ARGS)
 
 test-vllm: setup $(VENV)/.packages-test $(VLLM_VENV)/.deps
 	LMDECODE_TEST_VLLM=1 VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest -k vllm $(ARGS) \
@@ -238,6 +264,21 @@ $(TRANSFORMERS_4_38)/.deps: $(VENV)/.deps Makefile
 	$(TRANSFORMERS_4_38)/bin/pip install --quiet $(foreach package,$(TRANSFORMERS_4_38_DEPS),"$(package)")
 	@touch $@
 
+$(TRANSFORMERS_NEW)/.deps: $(VENV)/.deps Makefile
+	$(call NEW_ENVIRONMENT,$(TRANSFORMERS_NEW))
+	$(TRANSFORMERS_NEW)/bin/pip install --quiet $(foreach package,$(TRANSFORMERS_NEW_DEPS),"$(package)")
+	@touch $@
+
+$(NEWEST_VENV)/.made: | $(VENV)/.deps
+	$(call NEW_ENVIRONMENT,$(NEWEST_VENV))
+	@touch $@
+
+$(OLDEST_VENV)/.deps: | $(VENV)/.deps
+	@echo "lmdecode: $(OLDEST) into $(OLDEST_VENV): 5 GB, where torch is its build with CUDA; then tests, for minutes"
+	$(call NEW_ENVIRONMENT,$(OLDEST_VENV))
+	$(OLDEST_VENV)/bin/pip install --quiet $(foreach package,$(OLDEST),"$(package)")
+	@touch $@
+
 $(AMX_VENV)/.built: $(VENV)/.deps $(SOURCES) $(shell find python -type f -not -path '*/__pycache__/*') \
     tests/cpp/amx_emulation/amx_emulation.cpp tests/cpp/amx_emulation/amx_emulation.h
 	$(call NEW_ENVIRONMENT,$(AMX_VENV),%s)
@@ -266,4 +307,4 @@ $(MODELS_VENV)/.deps: | $(VENV)/.deps
 	@touch $@
 
 clean:
-	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(AMX_VENV) $(AMX_VENV)-build $(VENV)-vllm $(VENV)-ray $(VENV)-models $(WHEEL_VENV)
+	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(TRANSFORMERS_NEW) $(VENV)-newest $(VENV)-oldest $(AMX_VENV) $(AMX_VENV)-build $(VENV)-vllm $(VENV)-ray $(VENV)-models $(WHEEL_VENV)

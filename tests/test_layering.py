@@ -161,7 +161,7 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     "_memory": set(),
     "_upload": set(),
     "_tables": set(),
-    "_ops": {"_fakes"},
+    "_ops": {"_checks", "_fakes"},
     "system": OPS,
     "sampling": OPS,
     "kv_cache": OPS,

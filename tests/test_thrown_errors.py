@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmdecode._ops import _as_thrown
+from lmdecode._checks import as_thrown
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 OPS = torch.ops.lmdecode
@@ -21,7 +21,7 @@ def raised(error: Exception) -> Exception:
         raise error
 
     with pytest.raises(Exception) as info:
-        _as_thrown(call)()
+        as_thrown(call)()
     return info.value
 
 

@@ -10,6 +10,7 @@ import functools
 import math
 import numbers
 import operator
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeGuard, TypeVar
 
@@ -19,6 +20,7 @@ from torch import Tensor
 __all__ = [
     "MAX_INT",
     "Error",
+    "as_thrown",
     "check_bool",
     "check_choice",
     "check_count",
@@ -294,3 +296,34 @@ def former_names(op: str, **names: str) -> Callable[[_T], _T]:
         return with_present_names  # type: ignore[return-value]
 
     return decorate
+
+
+# How an op begins what it says of an argument that it refuses, and of what it cannot do.
+_REFUSED = re.compile(r"LMDECODE_CPU_CAPABILITY is |[\w.]+: ")
+_FAILED = re.compile(
+    r"lmdecode: |[\w.]+: (no memory for |launch: |cuda[A-Z]|"
+    r"caches\.(pool of cache |slots has room for |states has \d+ free ))"
+)
+
+
+def as_thrown(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call of an op with the errors that C++ throws.
+
+    Up to 2.14 torch raises ValueError for std::invalid_argument and MemoryError for std::bad_alloc;
+    from 2.15 on it raises RuntimeError for both.
+    """
+
+    @functools.wraps(call)
+    def op(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            text = str(error)
+            if type(error) is RuntimeError:
+                if text == "std::bad_alloc":
+                    raise MemoryError(text) from None
+                if _REFUSED.match(text) and not _FAILED.match(text):
+                    raise ValueError(text) from None
+            raise
+
+    return op

@@ -19,8 +19,10 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from lmdecode.integrations.transformers import beam_search, sample
 from lmdecode.integrations.transformers.generate_call import CACHE
+from tests.support.releases import BEFORE_5_3
 from tests.support.word_tokenizer import word_tokenizer
 
+IN_PARTS = pytest.mark.skipif(BEFORE_5_3, reason="transformers has no cache for a prompt in parts")
 PAD, EOS, VOCAB = 0, 2, 61
 STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
 EVERYTHING = {
@@ -78,6 +80,14 @@ def test_greedy_outputs_are_those_of_transformers(model, prompts):
     assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
 
 
+@pytest.mark.skipif(not BEFORE_5_3, reason="later releases can read drafts")
+@pytest.mark.parametrize("drafts", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_drafts_are_refused_where_transformers_cannot_read_them(llama, prompts, drafts):
+    given = {drafts: llama if drafts == "assistant_model" else 3}
+    with pytest.raises(ValueError, match=f"^{drafts}: expected transformers 5.3 or later"):
+        llama.generate(prompts[:1], max_new_tokens=4, custom_generate=sample, **given)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_greedy_in_other_dtypes(make_model, prompts, dtype):
     model = make_model("llama", dtype=dtype)
@@ -98,7 +108,7 @@ def test_greedy_with_left_padding(decoder_model, padded_prompts):
     [
         {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 9},
         {"use_cache": False},
-        {"prefill_chunk_size": 4},
+        pytest.param({"prefill_chunk_size": 4}, marks=IN_PARTS),
         {"cache_implementation": "static"},
         {"max_length": 9, "max_new_tokens": None},
         {

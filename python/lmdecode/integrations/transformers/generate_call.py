@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import transformers
+from packaging import version
 from transformers.generation import utils as generation_utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.utils import ModelOutput
@@ -23,6 +25,8 @@ _TAKES_NEXT_SEQUENCE_LENGTH = (
 #: The cache among the arguments and outputs of a model. transformers renamed it in 5.24, and
 #: renames what is given by the former name, with a warning.
 CACHE = "cache" if "cache" in generation_utils.ALL_CACHE_NAMES else "past_key_values"
+#: Whether beam sampling goes on with what it has drawn best first; before 5.24, as drawn.
+SORTS_DRAWN = version.parse(transformers.__version__) >= version.parse("5.24")
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -199,21 +203,19 @@ def next_inputs(
     return model.prepare_inputs_for_generation(input_ids, **options, **model_kwargs)
 
 
+def check_reads_drafts(name: str) -> None:
+    """Raise ValueError if transformers has no way to pass the number of new tokens."""
+    if not _TAKES_NEXT_SEQUENCE_LENGTH:
+        raise ValueError(f"{name}: expected transformers 5.3 or later, which can read drafts")
+
+
 def draft_inputs(
     model: GenerativePreTrainedModel,
     input_ids: torch.Tensor,
     drafted: Sequence[int],
     model_kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the arguments of a forward pass over the last token of [1, S] and drafted ones.
-
-    Raises
-    ------
-    ValueError
-        If this version of transformers has no way to pass the number of new tokens.
-    """
-    if not _TAKES_NEXT_SEQUENCE_LENGTH:
-        raise ValueError("transformers: expected version 5.3 or later, which can read drafts")
+    """Return the arguments of a forward pass over the last token of [1, S] and drafted ones."""
     if drafted:
         input_ids = torch.cat([input_ids, input_ids.new_tensor([drafted])], dim=-1)
         model_kwargs = model._update_model_kwargs_for_generation(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.beam.types import STATUS_EMPTY, STATUS_NAN, STATUS_SCORE
+from lmdecode.integrations.transformers.generate_call import SORTS_DRAWN
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
@@ -94,8 +95,8 @@ def drawn_candidates(
 ) -> Candidates:
     """Draw candidates without replacement from the softmax of their scores, as transformers does.
 
-    They are in the order of drawing, from torch's default generator. With the same seed they are
-    the same as in transformers.
+    They are drawn by torch's default generator. With the same seed they are the same as in
+    transformers, and in the same order: best first since 5.24, as drawn before.
 
     Parameters
     ----------
@@ -111,13 +112,16 @@ def drawn_candidates(
     accumulated = accumulated.masked_fill(~accumulated.amax(dim=1, keepdim=True).isfinite(), 0.0)
     indices = torch.multinomial(torch.softmax(accumulated, dim=-1), num_candidates)
     scores = accumulated.gather(1, indices)
+    if SORTS_DRAWN:
+        scores, order = scores.sort(dim=1, descending=True)
+        indices = indices.gather(1, order)
     return Candidates(scores, indices % vocab_size, indices // vocab_size, status)
 
 
 def rank_drawn(candidates: Candidates, ends: Tensor, num_beams: int) -> Tensor:
     """Return the order, [requests, K], in which ``beam_step`` takes drawn candidates.
 
-    In transformers a candidate may close a hypothesis if it is among the first ``num_beams`` drawn,
+    In transformers a candidate may close a hypothesis if it is among the first ``num_beams``,
     but the best ones continue. So first come those that may close, then those that do not end, each
     best first, then those that end too late, and last the unused places.
 

@@ -46,6 +46,12 @@ def length_of(layer: Any) -> int:
     return int(layer.get_seq_length())
 
 
+def room_of(layer: Any) -> int:
+    """Return the number of tokens that fit, -1 or 0 for any."""
+    find = getattr(layer, "get_max_length", None) or layer.get_max_cache_shape  # of 5.0
+    return int(find())
+
+
 def read_layer(layer: Any, num_tokens: int) -> tuple[Tensor, Tensor] | None:
     """Return the keys and values [B, H, held, D] that the token after ``num_tokens`` sees, or more.
 

@@ -132,8 +132,10 @@ class RingLayer(CacheLayerMixin):
         self.ring.append(key_states, value_states)
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return how many keys ``update`` will return, and the position of the first one."""
+        if isinstance(query_length, Tensor):  # the queries' positions, as transformers 5.0 gives
+            query_length = len(query_length)
         held = min(self.cumulative_length, self.sliding_window - 1)
         return held + query_length, self.cumulative_length - held
 
@@ -144,6 +146,8 @@ class RingLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return the window."""
         return self.sliding_window
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.0
 
     def activate_past_recording(self) -> None:
         """Hold more tokens than the window, for ``crop``."""
@@ -223,6 +227,8 @@ class _FixedLayer(BeamLayer):
 
     def get_max_length(self) -> int:
         return self.max_cache_len
+
+    get_max_cache_shape = get_max_length
 
     def reset(self) -> None:
         for states in self._states.values():

@@ -9,7 +9,11 @@ import torch
 from transformers import Cache
 
 from lmdecode.decoder.engine.lookup_drafts import next_size
-from lmdecode.integrations.transformers.generate_call import CACHE, draft_inputs
+from lmdecode.integrations.transformers.generate_call import (
+    CACHE,
+    check_reads_drafts,
+    draft_inputs,
+)
 from lmdecode.integrations.transformers.sampling.read_ahead import Lookup, ReadAhead
 from lmdecode.sampling.drafts import prompt_lookup
 
@@ -82,6 +86,7 @@ def check_speculation(
     synced_gpus
         Whether other processes run the model in step with this one.
     """
+    check_reads_drafts(name)
     if input_ids.shape[0] != 1:
         raise ValueError(
             f"{name}: expected one sequence, got {input_ids.shape[0]}: sequences would not stay of "

@@ -19,6 +19,7 @@ from lmdecode.integrations.transformers.caches.kv_layers import (
     length_of,
     read_layer,
     reserve_layer,
+    room_of,
     window_of,
 )
 
@@ -96,7 +97,7 @@ def _reserve(
     if any(length_of(layer) for layer in cache.layers):
         raise ValueError(f"{op}: the cache holds tokens already; expected an empty one")
     for number, layer in enumerate(cache.layers):
-        held, room = shapes[number][1], int(layer.get_max_length())
+        held, room = shapes[number][1], room_of(layer)
         window = window_of(layer)
         if held < min(num_tokens, (window or num_tokens + 1) - 1):
             raise ValueError(

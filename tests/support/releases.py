@@ -1,0 +1,63 @@
+"""The table of releases that the tests were run with, as a plugin of pytest.
+
+``python -m pytest -p tests.support.releases --releases FILE`` writes what passed into the row of
+the torch and the transformers that are installed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging import version
+
+#: With transformers 5.3 the interface of caches and of prepare_inputs_for_generation has changed.
+BEFORE_5_3 = version.parse(metadata.version("transformers")) < version.parse("5.3")
+HEAD = """# Releases
+
+`make test-newest` and `make test-oldest` write their rows: the Python tests that are not slow, on a
+CPU, with the compiled libraries of one build.
+
+| torch | transformers | passed | failed | skipped | date |
+|---|---|---|---|---|---|
+"""
+ROW = re.compile(r"^\| \d.* \|$", re.MULTILINE)
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of the rows of a table of releases."""
+    return [row.strip("| ").split(" | ") for row in ROW.findall(text)]
+
+
+def with_row(text: str, row: list[str]) -> str:
+    """Return the table with a row instead of the one of the same releases, oldest first."""
+    others = [other for other in rows(text) if other[:2] != row[:2]]
+
+    def age(cells: list[str]) -> list[list[int]]:
+        return [[int(part) for part in re.findall(r"\d+", cell)] for cell in cells[:2]]
+
+    lines = sorted([*others, row], key=age)
+    return HEAD + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--releases", type=Path, help="the table that gets a row")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    path: Path | None = config.getoption("releases")
+    if path is None:
+        return
+    stats = terminalreporter.stats
+    counts = [
+        sum(len(stats.get(outcome, [])) for outcome in outcomes)
+        for outcomes in (("passed",), ("failed", "error"), ("skipped",))
+    ]
+    releases = [metadata.version(name) for name in ("torch", "transformers")]
+    row = [*releases, *(f"{n:,}" for n in counts), f"{datetime.date.today()}"]
+    path.write_text(with_row(path.read_text() if path.exists() else "", row))
