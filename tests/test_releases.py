@@ -17,7 +17,7 @@ def test_the_pages_have_the_numbers_of_releases_that_were_run() -> None:
     told = [
         (page, tuple(row)) for page in PAGES for row in rows(table_of((ROOT / page).read_text()))
     ]
-    assert told
+    assert told, f"expected a table of releases on one of {PAGES}"
     assert [row for row in told if row[1] not in ran] == []
 
 
