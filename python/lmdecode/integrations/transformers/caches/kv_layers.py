@@ -104,9 +104,13 @@ def fill_layer(layer: Any, states: tuple[Tensor, Tensor], num_tokens: int) -> No
         layer.lazy_initialization(keys, values)
         layer.ring.restore(RingSnapshot(num_tokens, keys, values))
     elif type(layer) in _STATIC:
-        layer.cumulative_length.fill_(min(num_tokens, layer.max_cache_len))
-        if window_of(layer) is not None:
-            layer.cumulative_length_int = num_tokens
+        count = getattr(layer, "cumulative_length", None)
+        if isinstance(count, Tensor):
+            count.fill_(min(num_tokens, layer.max_cache_len))
+            if window_of(layer) is not None:
+                layer.cumulative_length_int = num_tokens
+        elif count is not None:  # of a window, in transformers 5.0; the other layers count none
+            layer.cumulative_length = num_tokens
     elif not isinstance(layer, _IN_PLACE):
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
