@@ -131,7 +131,7 @@ SCALED: list[tuple[str, list[Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SCALED, ids=str)
+@pytest.mark.parametrize("case", SCALED)
 def test_a_factor_without_a_type_is_linear(case: tuple[str, list[Any]], tmp_path: Path) -> None:
     """As in llama.cpp b11739; older files call it rope.scale_linear, and none leaves it aside."""
     variant, changes = case
