@@ -23,8 +23,10 @@ from tests.support.gguf_checks import check_file_refused, check_tokens
 from tests.support.gguf_files import gguf, tensors_of, write_model
 
 # Of Ollama, of older files and of newer ones than the package's.
-MORE = {"attention.recurrent_layers", "deepstack_mapping", "mm.", "rope.global.freq_base",
-        "rope.local.freq_base", "rope.scale_linear", "vision."}  # fmt: skip
+MORE = {"attention.head_dim", "attention.recurrent_layers", "deepstack_mapping", "image_token_id",
+        "mm.", "mrope_sections", "norm_top_k_prob", "rope.global.freq_base", "rope.local.freq_base",
+        "rope.mrope_interleaved", "rope.mrope_section", "rope.scale_linear", "ssm.v_head_reordered",
+        "vision.", "vision_end_token_id", "vision_start_token_id"}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -83,6 +85,8 @@ OTHERS: list[tuple[Any, str, Any, str]] = [
     (("llama", "plain"), "kda.head_dim", 8, "which is of other architectures; expected none"),
     (("qwen3_moe", "few of many"), "expert_weights_norm", False, "which says how experts are cho"),
     (("qwen3_moe", "few of many"), "expert_group_count", 2, "which says how experts are chosen"),
+    (("qwen3_moe", "few of many"), "norm_top_k_prob", False, "which says how experts are chosen"),
+    (("qwen3_5_text", "plain"), "ssm.v_head_reordered", False, "with which value heads are in an"),
     (("qwen2", "plain, group of 7"), "attention.sliding_window", 7, "which is of other architec"),
     (("gemma2", "plain"), "unheard_of", "new", "which lmdecode does not know; expected none (if "
      "logits do not depend on it, gguf-new-metadata --remove-metadata leaves it out)"),
@@ -105,7 +109,9 @@ def test_an_entry_that_nobody_reads_is_refused_by_name(
 def test_entries_without_effect_change_nothing(tmp_path: Path) -> None:
     more = {key + "x" * key.endswith("."): 7 for key in WITHOUT_EFFECT}
     nothing = {"attention.causal": True, "attention.clamp_kqv": 0.0, "expert_group_count": 1,
-               "attn_logit_softcapping": 0.0, "nextn_predict_layers": 0}  # fmt: skip
+               "attn_logit_softcapping": 0.0, "nextn_predict_layers": 0,
+               "use_parallel_residual": True, "norm_top_k_prob": True,
+               "ssm.v_head_reordered": True}  # fmt: skip
     for case in (("llama", "plain"), ("qwen3", "plain")):
         _write(tmp_path / "a.gguf", case)
         changes = [entry(key, value) for key, value in {**more, **nothing}.items()

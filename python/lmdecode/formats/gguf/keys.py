@@ -38,9 +38,13 @@ def _by_key(reasons: dict[str, str]) -> dict[str, str]:
 WITHOUT_EFFECT = _by_key({
     "the shapes of the tensors say it": "attention.value_length expert_feed_forward_length "
     "expert_shared_count expert_shared_feed_forward_length feed_forward_length vocab_size",
-    "it is of images, and a text has none": "deepstack_mapping mm. n_deepstack_layers vision.",
+    "it is of images, and a text has none": "deepstack_mapping image_token_id mm. "
+    "n_deepstack_layers vision. vision_end_token_id vision_start_token_id",
     "it is of embeddings of texts": "embedding_length_out pooling_type",
-    "a text has one position where an image has three": "rope.dimension_sections",
+    "a text has one position where an image has three": "mrope_sections rope.dimension_sections "
+    "rope.mrope_interleaved rope.mrope_section",
+    "attention.key_length says it": "attention.head_dim",
+    "old converters wrote it for all models": "use_parallel_residual",
     "norms are RMS, with an entry of their own": "attention.layer_norm_epsilon",
     "there are no experts": "expert_used_count",
     "it tells how the model was trained": "rope.scaling.finetuned",
@@ -57,7 +61,9 @@ REFUSED = _by_key({
     "attention.temperature_scale rope.scaling.alpha rope.scaling.yarn_log_multiplier",
     "which says how experts are chosen, or weighed": "expert_group_count expert_group_scale "
     "expert_group_used_count expert_weights_norm experts_per_group interleave_moe_layer_step "
-    "moe_every_n_layers router_logit_softcapping swiglu_clamp_exp swiglu_clamp_shexp",
+    "moe_every_n_layers norm_top_k_prob router_logit_softcapping swiglu_clamp_exp "
+    "swiglu_clamp_shexp",
+    "with which value heads are in another order": "ssm.v_head_reordered",
     _OTHERS: """
     activation_sparsity_scale altup.active_idx altup.num_inputs attention.decay_lora_rank
     attention.gate_lora_rank attention.group_norm_epsilon attention.group_norm_groups
@@ -68,13 +74,13 @@ REFUSED = _by_key({
     convnext.embedding_length decoder_block_count decoder_start_token_id
     expert_chunk_feed_forward_length features_length kda.head_dim moe_latent_size posnet.block_count
     posnet.embedding_length rescale_every_n_layers ssm.dt_b_c_rms swin_norm time_decay_extra_dim
-    time_mix_extra_dim token_shift_count use_parallel_residual wkv.head_size {dense}_feat_in
-    {dense}_feat_out
+    time_mix_extra_dim token_shift_count wkv.head_size {dense}_feat_in {dense}_feat_out
     """,
 })  # fmt: skip
 
 # Values that ask for nothing, where these are not 0 and False.
 _NOTHING: dict[str, tuple[float, ...]] = {"attention.causal": (True,), "expert_weights_norm": ()}
+_NOTHING |= dict.fromkeys(("norm_top_k_prob", "ssm.v_head_reordered"), (True,))  # of Ollama
 for _key in ("gating_func", "group_count", "group_used_count", "weights_scale"):
     _NOTHING[f"expert_{_key}"] = (0, 1)
 
