@@ -75,7 +75,7 @@ def tokenizer_of(path: Path, unknown: str = "<unk>", left_out: str = "") -> Any:
         prepend_scheme="first", split=False
     )
     words = keep_rules(tokenizer, path, unknown)
-    tokenizer.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in words])
+    tokenizer.add_tokens([tokenizers.AddedToken(word) for word in words])
     return tokenizer
 
 
@@ -97,6 +97,10 @@ CASES: dict[str, dict[str, Any]] = {
     "a rule of a letter": {"rules": _field(2, _charsmap("X", "ab"))},
     "words of the user": {"more": [("<w>", 0.0, USER)], "trims": False},
     "words of the user, BPE": {"more": [("<w>", 0.0, USER)], "kind": BPE, "trims": False},
+    "words of the user, spaces removed": {"more": [("<w>", 0.0, USER)]},
+    "words of the user with spaces": {"more": [("\u2581\u2581b", 0.0, USER)], "kind": BPE,
+                                      "trims": False, "prefix": False},
+    "words of the user with a space, as mT5's": {"more": [("\u2581<w>", 0.0, USER)]},
 }  # fmt: skip
 TEXTS = ["", " ", "ab", " ab", "  a  b ", "abab", "aXX\u017eb", "a <w> b", "a<w>b", "a\t"]
 # Of each case the tokens of each text, none as -.
@@ -127,6 +131,12 @@ TOKENS = {
     "words of the user, BPE":
         "-  __  _ab  _|_ab  __|_a|__|b|_  _ab|ab  _a|<unk>|b  _a|_|<w>|_|b  _a|<w>|b  "
         "_a|<unk>",
+    "words of the user, spaces removed":
+        "-  -  _|ab  _|ab  _a|_|b  _|ab|ab  _a|<unk>|b  _a|_|<w>|_|b  _a|<w>|b  _a|<unk>",
+    "words of the user with spaces":
+        "-  _  ab  _ab  _|_a|__b|_  ab|ab  a|<unk>|b  a|_|<unk>|_|b  a|<unk>|b  a|<unk>",
+    "words of the user with a space, as mT5's":
+        "-  -  _|ab  _|ab  _a|_|b  _|ab|ab  _a|<unk>|b  _a|_<w>|_|b  _a|<unk>|b  _a|<unk>",
 }  # fmt: skip
 
 
@@ -152,7 +162,6 @@ def test_texts_come_back(name: str, tmp_path: Path) -> None:
         ({"trainer": _field(24, 1)}, "spaces behind words"),
         ({"rules": _field(5, 0)}, "spaces as they are"),
         ({"more": [("c", -1.0, UNUSED)]}, "unused pieces"),
-        ({"more": [("<w>", 0.0, USER)]}, "user-defined pieces and changes what is around"),
         ({"rules": _field(1, b"user_defined") + _field(2, _charsmap("X", "a"))}, "of its own for"),
     ],
 )
@@ -162,6 +171,13 @@ def test_rules_that_cannot_be_kept_are_refused(
     path = model_file(tmp_path, **changes)
     with pytest.raises(ValueError, match=f"tokenizer.model .*{message}"):
         keep_rules(None, path, "<unk>")
+
+
+def test_a_word_of_the_user_that_the_rules_change_is_refused(tmp_path: Path) -> None:
+    rule = _field(2, _charsmap("X", "a"))
+    path = model_file(tmp_path, rules=rule, more=[("<X>", 0.0, USER)])
+    with pytest.raises(ValueError, match=r"tokenizer.model has a user-defined piece '<X>', which"):
+        tokenizer_of(path)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +225,12 @@ def test_a_folder_has_the_tokens_of_sentencepiece(
     from lmdecode.serving import Tokenizer
 
     keeps = rules == "identity" and kind == "bpe"
+    words = ["<sep>", *(["\u2581" * 2, "\u2581" * 3] if keeps else [])]  # Gemma has such
     text = [f"the {word} of a model na\u00efve caf\u00e9" for word in "words tokens pieces".split()]
     trainer.SentencePieceTrainer.train(
         sentence_iterator=iter(text * 50), model_prefix=str(tmp_path / "m"), vocab_size=60,
         model_type=kind, normalization_rule_name=rules, hard_vocab_limit=False, minloglevel=2,
-        user_defined_symbols=["<sep>"] if keeps else [], remove_extra_whitespaces=not keeps,
+        user_defined_symbols=words, remove_extra_whitespaces=not keeps, add_dummy_prefix=not keeps,
     )  # fmt: skip
     (tmp_path / "m.model").rename(tmp_path / file)
     (tmp_path / "tokenizer_config.json").write_text(
@@ -221,7 +238,7 @@ def test_a_folder_has_the_tokens_of_sentencepiece(
     )
     theirs = trainer.SentencePieceProcessor(model_file=str(tmp_path / file))
     ours = Tokenizer.load(tmp_path)
-    letters = ["\ufb01ne \uff76\uff9e", "cafe\u0301 <sep> \u0416" if keeps else "cafe\u0301 \u0416"]
+    letters = ["\ufb01ne \uff76\uff9e", "cafe\u0301 <sep> \u0416", "a  b   <sep>b "]
     for one in ["the model", "  two  words ", *letters, "\n", ""]:
         ids = ours.encode(one, add_special_tokens=False)
         pieces = [ours.inner.id_to_token(token) for token in ids]

@@ -48,8 +48,9 @@ def keep_rules(tokenizer: Any, path: Path, unknown: str | None) -> list[str]:
     """Give a tokenizer the rules of a file; its tokens, and what is put around a text, stay.
 
     ``unknown`` is the token for letters that no piece has. Return the words of the user, which are
-    tokens wherever a text has them, and no special ones. Raise ValueError for a file that is no
-    model or has a rule that the package tokenizers cannot keep, and where a piece is missing.
+    tokens wherever a normalised text has them, and no special ones. Raise ValueError for a file
+    that is no model or has a rule that the package tokenizers cannot keep, and where a piece is
+    missing.
     """
     try:
         parts: dict[int, list[bytes]] = {}
@@ -62,14 +63,13 @@ def keep_rules(tokenizer: Any, path: Path, unknown: str | None) -> list[str]:
     except (AttributeError, LookupError, struct.error, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no model of sentencepiece ({error!r})") from None
     words = [text for text, _, kind in pieces if kind == _USER_DEFINED]
-    letters, trims = rules.get(2, b""), bool(rules.get(4, 1))
+    letters = rules.get(2, b"")
     for is_so, what in (
         (trainer.get(3, _UNIGRAM) not in (_UNIGRAM, _BPE), "is neither of kind unigram nor BPE"),
         (trainer.get(24), "has spaces behind words (treat_whitespace_as_suffix)"),
         (not rules.get(5, 1), "has spaces as they are (escape_whitespaces)"),
         (back.get(2), "changes texts that were decoded (denormalizer_spec)"),
         (any(kind == _UNUSED for *_, kind in pieces), "has unused pieces"),
-        (words and (trims or letters), "has user-defined pieces and changes what is around them"),
         (letters and rules.get(1) == b"user_defined", "has rules of its own for letters"),
     ):
         if is_so:
@@ -83,6 +83,12 @@ def keep_rules(tokenizer: Any, path: Path, unknown: str | None) -> list[str]:
     scores = {text: score for text, score, kind in pieces if kind == _NORMAL}
     _set_rules(tokenizer, scores, unknown, rules, is_bpe=trainer.get(3) == _BPE,
                has_bytes=bool(trainer.get(35)))  # fmt: skip
+    for word in words:
+        if tokenizer.normalizer.normalize_str(word) != word.replace(" ", _SPACE):
+            raise ValueError(
+                f"{path} has a user-defined piece {word!r}, which its rules for letters or spaces "
+                "change; expected a tokenizer.json"
+            )
     return words
 
 

@@ -66,7 +66,10 @@ def converted_tokenizer(folder: str | os.PathLike[str]) -> dict[str, bytes]:
         extra = settings.get("extra_special_tokens")  # transformers puts words of the user there
         if isinstance(extra, list):
             settings["extra_special_tokens"] = [one for one in extra if one not in words]
-        files["tokenizer.json"] = inner.to_str().encode()
+        data = json.loads(inner.to_str())
+        for token in data["added_tokens"]:
+            token["normalized"] |= token["content"] in words
+        files["tokenizer.json"] = json.dumps(data, ensure_ascii=False).encode()
         files["tokenizer_config.json"] = json.dumps(settings, ensure_ascii=False).encode()
     return files
 
