@@ -38,6 +38,8 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError for an entry of ``config.json`` that may change the model."""
     if settings.get("quantization_type"):
         raise ValueError(f"{folder} has weights of AWQ; expected floats, int8 or int16")
+    if "model_type" in settings:  # of transformers, whose entries some have in the same file
+        return
     for name, value in settings.items():
         # Of other weights these entries are null or 0.
         if name not in SETTINGS and (value or not name.startswith("quantization_")):
