@@ -469,19 +469,6 @@ def test_settings_of_sources_that_are_wrong(root: Path, tmp_path: Path) -> None:
         assert str(folder / "config.json") in str(error.value)
 
 
-def test_a_config_of_transformers_in_the_same_file_changes_nothing(
-    root: Path, tmp_path: Path
-) -> None:
-    """hf-hub-ctranslate2 puts both together; CTranslate2 reads its own entries alone."""
-    more = {"model_type": "marian", "architectures": ["MarianMTModel"], "eos_token_id": 3}
-    folder = settings_changed(converted("marian", root), tmp_path / "new", **more)
-    plain, both = (open_folder(one) for one in (converted("marian", root), folder))
-    assert (plain.config, plain.generation) == (both.config, both.generation)
-    folder = settings_changed(folder, tmp_path / "awq", quantization_type=1)
-    with pytest.raises(ValueError, match="has weights of AWQ"):
-        open_folder(folder)
-
-
 def test_translate_has_the_tokens_of_generate_and_refuses_other_rules(root: Path) -> None:
     decoding = lmdecode.Decoding.from_pretrained(converted("bart", root))
     inputs = make_inputs("bart", batch=6)

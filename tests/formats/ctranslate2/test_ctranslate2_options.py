@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from transformers import GenerationConfig
 
 import lmdecode
+from lmdecode.formats.ctranslate2.folder import open_folder
 from tests.formats.ctranslate2.converted_models import converted, original, rewritten, words_of
 
 ctranslate2 = pytest.importorskip("ctranslate2")
@@ -291,3 +293,20 @@ def test_the_settings_that_converters_write_are_known() -> None:
         written |= set(re.findall(r'self\._config\["(\w+)"\] = ', text))
     written = {name for name in written if not name.startswith("quantization_")}
     assert written - {"model"} == SETTINGS  # that one is of a checkpoint of Eole
+
+
+def test_a_config_of_transformers_in_the_same_file_changes_nothing(
+    root: Path, tmp_path: Path
+) -> None:
+    """hf-hub-ctranslate2 puts both together; CTranslate2 reads its own entries alone."""
+    folder = converted("marian", root)
+    plain, new = open_folder(folder), tmp_path / "new"
+    shutil.copytree(folder, new)
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "marian", "architectures": ["MarianMTModel"], "eos_token_id": 3}
+    (new / "config.json").write_text(json.dumps(settings))
+    both = open_folder(new)
+    assert (plain.config, plain.generation) == (both.config, both.generation)
+    (new / "config.json").write_text(json.dumps({**settings, "quantization_type": 1}))
+    with pytest.raises(ValueError, match="has weights of AWQ"):
+        open_folder(new)
