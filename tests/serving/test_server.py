@@ -120,7 +120,7 @@ def test_stop_tokens(model: TextModel, port: int, kept: bool, beams: dict[str, A
             pieces = [piece["choices"][0] for piece in got]
             assert text == "".join(p.get("text") or p.get("delta", {}).get("content", "")
                                    for p in pieces)  # fmt: skip
-            assert pieces[-1].get("stop_reason") == whole.get("stop_reason")
+            assert pieces[-1]["stop_reason"] == whole["stop_reason"]
             assert all(piece.get("stop_reason") is None for piece in pieces[:-1])
             assert whole["finish_reason"] == ("stop" if more else "length")
             return text, whole
@@ -137,7 +137,7 @@ def test_stop_tokens(model: TextModel, port: int, kept: bool, beams: dict[str, A
             assert len(tokens) == len(model.tokenizer.encode(cut, add_special_tokens=False))
         answered = post(port, path, {**body, "stop_token_ids": [stop], "logit_bias": {"1": 100},
                                      "num_beams": 1})[1]["choices"][0]  # fmt: skip
-        assert answered["finish_reason"] == "stop" and answered.get("stop_reason") is None
+        assert answered["finish_reason"] == "stop" and answered["stop_reason"] is None
 
 
 def test_several_prompts_echo_and_tokens(model: TextModel, port: int) -> None:

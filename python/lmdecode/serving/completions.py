@@ -124,7 +124,7 @@ class Completion:
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
         }
-        if piece.finish_reason is not None and stop is not None:
+        if piece.finish_reason is not None:
             choice["stop_reason"] = stop
         return choice
 
