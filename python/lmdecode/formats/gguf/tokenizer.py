@@ -376,7 +376,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     Parameters
     ----------
     path : str or path
-        Of the file, or of a folder that was saved of one with its ``tokenizer.gguf``.
+        Of the file, or of a folder that ``Decoding.save`` wrote of one.
 
     Returns
     -------
@@ -390,7 +390,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     ValueError
         It is damaged, or has no tokenizer, or one of a kind that there is not.
     """
-    return _of_transformers(_tokenizer_of(GgufFile(tokenizer_path(path) or path)))
+    file = tokenizer_path(path)
+    if file is None and (Path(path) / "tokenizer.json").is_file():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path)
+    return _of_transformers(_tokenizer_of(GgufFile(file or path)))
 
 
 def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
