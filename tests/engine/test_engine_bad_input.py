@@ -56,6 +56,8 @@ def decoding() -> lmdecode.Decoding:
          {"length_penalty": 1.0}),
         ("num_beams is 9; expected at most 4", ValueError, [5], {"num_beams": 9}),
         ("seed is 3; expected None for a search", ValueError, [5], {"num_beams": 2, "seed": 3}),
+        ("grammar is given; expected None for a search", ValueError, [5],
+         {"num_beams": 2, "grammar": object()}),
         ("num_return_sequences", ValueError, [5], {"num_beams": 2, "num_return_sequences": 5}),
         ("patience is 1000000000.0; expected one with", ValueError, [5],
          {"num_beams": 2, "patience": 1e9}),

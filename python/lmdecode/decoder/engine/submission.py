@@ -223,7 +223,8 @@ class Submission:
         }  # fmt: skip
         for name, value in of_draws.items():
             if value is not None:
-                raise ValueError(f"{_OP}: {name} is {value!r}; expected None for a search")
+                what = "given" if name == "grammar" else repr(value)
+                raise ValueError(f"{_OP}: {name} is {what}; expected None for a search")
         given = {name: value for name, value in parameters.items() if value is not None}
         search = BeamRequest(
             asked.request.prompt_ids,
