@@ -188,19 +188,11 @@ class DecodingSearches:
         self._run([1, 0, 0], logits)
         return logits
 
-    def renormalize_first_step(self) -> None:
-        """Add to the scores what banned tokens of the first step have of the probability.
-
-        They are then of a log-softmax behind the bans. The beams of a search have one prompt.
-        """
-        rules, lengths = self.token_rules, self.state.lengths[:, None]
-        logits = self.read_tokens().view(*self.state.scores.shape, -1)[:, 0]
-        tokens, first, last = rules.bans[..., :3].unbind(-1)
-        slots, bans = torch.where((tokens >= 0) & (first <= lengths) & (lengths <= last))
-        allowed = logits.index_put((slots, tokens[slots, bans]), logits.new_full((), -torch.inf))
-        taken = logits.logsumexp(dim=1) - allowed.logsumexp(dim=1)
-        is_forced = (rules.forced[..., 0] == lengths).any(dim=1)
-        self.state.scores[:, 0] += taken.masked_fill(is_forced | ~taken.isfinite(), 0.0)
+    def choose_first(self) -> None:
+        """Do the first step, with a log-softmax behind the token rules."""
+        rows, vocab = self.caches.table.shape[0], self.decoder.config.vocab_size
+        values = torch.zeros(2, rows, vocab, dtype=torch.float32, device="cpu")
+        self.choose(self.read_tokens(values)[1])
 
     def choose(self, logits: Tensor) -> None:
         """Choose the next beams of the searches that go on, by logits of the caller.

@@ -73,7 +73,7 @@ class _Batch:
         self._memory.copy_(self._begun)
         self.searches.read_memory(memory, lengths, self._requests)
         if renormalizes:
-            self.searches.renormalize_first_step()
+            self.searches.choose_first()
         self.searches.run()
         final = beam_finalize(state, self._parameters, request.num_return_sequences)
         prompt = len(request.prompt_ids)
@@ -110,7 +110,7 @@ class Translator:
     request
         How to search.
     renormalizes : bool
-        See ``DecodingSearches.renormalize_first_step``.
+        Whether the first step is that of ``DecodingSearches.choose_first``.
     """
 
     def __init__(

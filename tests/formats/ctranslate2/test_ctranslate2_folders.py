@@ -475,6 +475,12 @@ def test_translate_has_the_tokens_of_generate_and_refuses_other_rules(root: Path
     found = decoding.translate(inputs["input_ids"], attention_mask=inputs["attention_mask"])
     for result, row in zip(found, decoding.generate(**inputs).tolist(), strict=True):
         assert result.sequences[0].tolist() == row[: result.sequences.shape[1]]
+    # Where a first token that is probable is an end, which no text may begin with.
+    ends = {int(result.sequences[0, result.prompt_length]) for result in found}
+    for result in decoding.translate(inputs["input_ids"], eos_token_id=sorted(ends)):
+        assert int(result.sequences[0, result.prompt_length]) not in ends
+        means = result.log_probs.sum(dim=1) / (result.lengths - result.prompt_length)
+        assert torch.allclose(means.double(), result.scores, atol=1e-5)
     for options in ({"repetition_penalty": 1.2}, {"suppress_tokens": [5]}, {"min_new_tokens": 3}):
         with pytest.raises(ValueError, match="a penalty, n-grams, or bans behind the first to"):
             decoding.translate([[5, 6]], **options)

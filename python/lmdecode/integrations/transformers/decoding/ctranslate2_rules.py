@@ -143,7 +143,7 @@ class FolderProcessors(LogitsProcessorList):
         return scores
 
     def rules_of_first_step(self, vocab_size: int, length: int) -> TokenRules | None:
-        """Return the rules if ``DecodingSearches.renormalize_first_step`` is all they lack."""
+        """Return the rules if ``DecodingSearches.choose_first`` is all they need."""
         plain = LogitsProcessorList(p for p in self if type(p) is not LogitNormalization)
         rules = token_rules_of_processors(plain, vocab_size, has_timestamps=False)
         fits = rules is not None and length == 1 and acts_first_alone(rules, length)

@@ -211,9 +211,11 @@ def decode_encoder_decoder(
     rules, vocab_size = None, decoder.config.vocab_size
     if ends is not None and not config.do_sample:
         rules = token_rules_of_processors(logits_processor, vocab_size, has_timestamps=is_on_cpu)
-        keeps_scores = config.return_dict_in_generate and config.output_scores
+        keeps_steps = config.return_dict_in_generate and (
+            config.output_scores or config.output_logits
+        )
         if isinstance(logits_processor, FolderProcessors) and config.num_beams > 1:
-            if not keeps_scores and not has_trie(logits_processor):
+            if is_on_cpu and not keeps_steps and not has_trie(logits_processor):
                 rules = logits_processor.rules_of_first_step(vocab_size, settings.prompt_length)
     if rules is not None and padding is not None and looks_back(rules):
         rules = None  # transformers' processors see the padding, too
@@ -301,7 +303,7 @@ def _decode_in_cpp(
         assert isinstance(searches, DecodingSearches)
         call.no_speech.read(searches)
     if isinstance(call.processors, FolderProcessors) and isinstance(searches, DecodingSearches):
-        searches.renormalize_first_step()
+        searches.choose_first()
     is_kept = isinstance(decoder, PackedDecoder)
     outputs = StepLogits(config, is_kept=is_kept)
     outputs.run(searches)
