@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -61,21 +61,27 @@ def json_schema(schema: Any, **options: Any) -> GrammarSource:
     return GrammarSource("json_schema", schema_text(schema, **options))
 
 
-def _closed(schema: Any, is_map: bool = False) -> Any:
-    """Return a schema whose objects with ``properties`` have no others, unless it says so."""
+def _changed(
+    schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]], is_map: bool = False
+) -> Any:
+    """Return a schema with what becomes of each schema in it, inner ones first."""
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_changed(one, change) for one in schema]
     if not isinstance(schema, dict):
         return schema
     found = {
         name: value
         if name in _VALUES and not is_map
-        else _closed(value, not is_map and name in _MAPS)
+        else _changed(value, change, not is_map and name in _MAPS)
         for name, value in schema.items()
     }
-    if not is_map and any(isinstance(found.get(name), dict) for name in _MAPS[:2]):
-        found.setdefault("additionalProperties", False)
-    return found
+    return found if is_map else change(found)
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects with ``properties`` have no others, unless it says so."""
+    has_names = any(isinstance(schema.get(name), dict) for name in _MAPS[:2])
+    return {"additionalProperties": False, **schema} if has_names else schema
 
 
 def choice(choices: Sequence[str]) -> GrammarSource:
@@ -142,11 +148,11 @@ def schema_text(
         raise TypeError(f"the schema is {what}; expected an object")
     _check_schema(schema)
     if is_closed:
-        schema = _closed(schema)
+        schema = _changed(schema, _closed)
     options: dict[str, Any] = {"whitespace_pattern": space}
     if not strict:
         options["lenient"] = True
-    schema = _with_any_of(schema)
+    schema = _changed(schema, _with_any_of)
     try:
         text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -155,28 +161,16 @@ def schema_text(
     return text
 
 
-def _with_any_of(schema: Any) -> Any:
+def _with_any_of(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema whose ``oneOf`` is ``anyOf`` where numbers show that no two fit one value.
 
     The compiler sees that of types and of other constants itself.
     """
-    if isinstance(schema, list):
-        return [_with_any_of(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {}
-    for key, value in schema.items():
-        is_named = key in ("properties", "patternProperties", "$defs", "definitions")
-        if is_named and isinstance(value, dict):
-            value = {name: _with_any_of(of) for name, of in value.items()}
-        elif key not in ("const", "enum", "default", "examples"):
-            value = _with_any_of(value)
-        found[key] = value
-    parts = found.get("oneOf")
-    if "anyOf" not in found and isinstance(parts, list):
+    parts = schema.get("oneOf")
+    if "anyOf" not in schema and isinstance(parts, list):
         if all(itertools.starmap(_are_apart, itertools.combinations(map(_facts_of, parts), 2))):
-            return {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
-    return found
+            return {"anyOf" if key == "oneOf" else key: value for key, value in schema.items()}
+    return schema
 
 
 _Facts = tuple[frozenset[str], list[Any]]
