@@ -81,7 +81,9 @@ def _changed(
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema whose objects with ``properties`` have no others, unless it says so."""
     has_names = any(isinstance(schema.get(name), dict) for name in _MAPS[:2])
-    return {"additionalProperties": False, **schema} if has_names else schema
+    if has_names:
+        schema.setdefault("additionalProperties", False)
+    return schema
 
 
 def choice(choices: Sequence[str]) -> GrammarSource:

@@ -127,7 +127,7 @@ class WindowDecoder:
         self._memories: dict[int, Tensor] = {}
         self._no_speech: dict[int, float] = {}
         self._searches: DecodingSearches | None = None
-        self._values = torch.empty(0, device="cpu")  # of a step
+        self._values = torch.empty(0, dtype=torch.float32, device="cpu")  # of a step
         self._cross: CrossAttention | None = None
         if options.word_timestamps:
             self._cross = CrossAttention(model.decoder, model.alignment_heads)

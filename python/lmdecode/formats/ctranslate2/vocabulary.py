@@ -17,9 +17,20 @@ _NAMES = {
 def load_vocabulary(folder: str | os.PathLike[str], side: str = "target") -> list[str]:
     """Return the tokens of a model, in the order of their ids.
 
-    The folder has ``shared_vocabulary``, ``source_vocabulary`` and ``target_vocabulary``, or
-    ``vocabulary``, as .json or .txt; ``side`` is "target" or "source". Raises FileNotFoundError
-    without such a file, and ValueError if it is no list of strings, or for another side.
+    Parameters
+    ----------
+    folder
+        A folder with ``shared_vocabulary``, ``source_vocabulary`` and ``target_vocabulary``, or
+        ``vocabulary``, as .json or .txt.
+    side : {"target", "source"}
+        Side of the tokens, if the vocabularies differ.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such file.
+    ValueError
+        It is not a list of strings, or ``side`` is another word.
     """
     if side not in _NAMES:
         raise ValueError(f"load_vocabulary: side is {side!r}; expected one of {', '.join(_NAMES)}")
