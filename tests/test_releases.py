@@ -11,14 +11,26 @@ TABLE = ROOT / "benchmarks" / "results" / "releases.md"
 PAGES = ("README.md", "docs/guides/install.md")
 
 
-@pytest.mark.skipif(not TABLE.exists(), reason="in source checkouts only")
-def test_the_pages_have_the_numbers_of_releases_that_were_run() -> None:
-    ran = {tuple(row[:3]) for row in rows(TABLE.read_text()) if row[3] == "0"}
-    told = [
-        (page, tuple(row)) for page in PAGES for row in rows(table_of((ROOT / page).read_text()))
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="in source checkouts only")
+def test_what_the_pages_tell_of_releases_was_run() -> None:
+    """Without a table on a page there is nothing to hold: a run by itself breaks no test."""
+    text = TABLE.read_text() if TABLE.exists() else ""
+    ran = {tuple(row[:3]) for row in rows(text) if row[3] == "0"}
+    assert not_run({page: (ROOT / page).read_text() for page in PAGES}, ran) == []
+
+
+def not_run(pages: dict[str, str], ran: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows of the pages' tables of releases that are none of those that ran."""
+    told = [(page, *row) for page, text in pages.items() for row in rows(table_of(text))]
+    return [row for row in told if row[1:] not in ran]
+
+
+def test_a_number_that_no_run_gave_is_found() -> None:
+    page = "| torch | transformers | tests passed |\n|---|---|---|\n| 2.15.0 | 5.24.0 | 9 |\n\nOn"
+    assert not_run({"page": page}, {("2.15.0", "5.24.0", "9")}) == []
+    assert not_run({"page": page}, {("2.15.0", "5.24.0", "8")}) == [
+        ("page", "2.15.0", "5.24.0", "9")
     ]
-    assert told, f"expected a table of releases on one of {PAGES}"
-    assert [row for row in told if row[1] not in ran] == []
 
 
 def table_of(text: str) -> str:
