@@ -12,10 +12,22 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from packaging import version
 
 #: With transformers 5.3 the interface of caches and of prepare_inputs_for_generation has changed.
 BEFORE_5_3 = version.parse(metadata.version("transformers")) < version.parse("5.3")
+#: Of tests whose caches let go of rejected drafts.
+READS_DRAFTS = pytest.mark.skipif(BEFORE_5_3, reason="transformers 5.0 to 5.2 cannot read drafts")
+#: The method of a cache's layers that returns the most tokens.
+MAX_LENGTH = "get_max_cache_shape" if BEFORE_5_3 else "get_max_length"
+
+
+def queries(count: int) -> int | torch.Tensor:
+    """Return new tokens as ``get_mask_sizes`` of a layer takes them."""
+    return torch.arange(count) if BEFORE_5_3 else count
+
+
 HEAD = """# Releases
 
 `make test-newest` and `make test-oldest` write their rows: the Python tests that are not slow, on a

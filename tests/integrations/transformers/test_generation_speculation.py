@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from lmdecode.integrations.transformers import DynamicRingCache, StaticRingCache, sample
-from tests.support.releases import BEFORE_5_3
+from tests.support.releases import READS_DRAFTS
 
 MODEL = Path(__file__).parents[3] / "examples" / "kjv_mistral" / "model"
-pytestmark = pytest.mark.skipif(BEFORE_5_3, reason="transformers 5.0 to 5.2 cannot read drafts")
+pytestmark = READS_DRAFTS
 WINDOWED = ("gpt2", "llama", "mistral", "qwen2")
 CONFIGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
