@@ -108,14 +108,16 @@ class RingLayer(CacheLayerMixin):
         """Write [B, H, n, D], and return what their queries see, and them: a prompt comes whole."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        dtype = _dtype_of(key_states, value_states)
+        if key_states.dtype != value_states.dtype:
+            dtype = _dtype_of(key_states, value_states)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        dtype = key_states.dtype
         if len(key_states) != self.ring.batch or dtype != self.dtype:
             raise ValueError(
                 f"RingLayer: key_states has {len(key_states)} rows of {dtype}; expected "
                 f"{self.ring.batch} of {self.dtype}, as the cache holds: another batch needs "
                 "another cache, or reset()"
             )
-        key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         count, held = key_states.shape[2], self.cumulative_length
         self._first_chunk = None
         if held == 0:
