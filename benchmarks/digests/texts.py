@@ -232,6 +232,7 @@ def _joined(parts: list[dict[str, Any]]) -> dict[int, str]:
             of_choice = found.setdefault(one.get("index", -1), {"text": "", "more": []})
             delta = one.pop("delta", one)
             of_choice["text"] += delta.pop("content", None) or delta.pop("text", None) or ""
+            one.pop("index", None)  # once a part, and how many there are is a matter of time
             of_choice["more"] += [f"{k}={v}" for k, v in {**delta, **one}.items() if v]
     return {index: json.dumps(one, sort_keys=True) for index, one in found.items()}
 
