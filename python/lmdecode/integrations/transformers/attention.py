@@ -171,9 +171,11 @@ def attention_forward(
         )  # fmt: skip
         return _transposed(out), None
     if isinstance(key, RingStates) and is_causal and key.ring.window == sliding_window:
-        rows = query.to(key.ring.dtype)  # the ring is read in place
-        out = key.attend(rows, key_padding_mask=attention_mask, **options)
-        return _transposed(out).to(query.dtype), None
+        rows, dtype = query, key.ring.dtype
+        if rows.dtype != dtype:  # the ring is read in place
+            rows = query.to(dtype)
+        out = _transposed(key.attend(rows, key_padding_mask=attention_mask, **options))
+        return (out if rows is query else out.to(query.dtype)), None
     if isinstance(key, RingStates) and sliding_window and key.ring.window < sliding_window:
         raise ValueError(
             f"lmdecode attention: sliding_window is {sliding_window}; expected at most "
