@@ -37,7 +37,6 @@ set(AMX_KERNEL_SOURCES
 # ---- everything else of the CPU, but for the store: rows to threads, plans, the loop of decoding
 
 set(CPU_SOURCES
-  attention/mask_window.cpp
   attention/merge_attention_states_cpu.cpp
   attention/sliding_window_attention_cpu.cpp
   attention/sliding_window_decode_cpu.cpp

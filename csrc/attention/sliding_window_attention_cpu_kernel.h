@@ -13,7 +13,7 @@
 #include "attention/score_terms.h"
 #include "attention/sliding_window_attention.h"
 #if defined(LMD_SIMD_AVX512_AMX)
-#include "attention/matrix_product.h"
+#include "attention/tile_product.h"
 #endif
 
 namespace lmdecode::LMD_SIMD::attention {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "linear/linear_formats.h"
+#include "linear/linear_group_products.h"
 #include "linear/linear_tuning.h"
 #include "simd/matrix_tiles.h"
 
@@ -169,3 +170,203 @@ void add_panel_by_tiles(const LinearInput& input, const RowTiles& tiles, const c
 }
 
 }  // namespace lmdecode::LMD_SIMD::linear
+
+// Sums of a block of rows and a panel with groups, by tiles of the matrix units: the codes of a
+// group become the bytes of tiles once for some tiles of rows, their products are exact, and scales
+// are applied in the order of linear_group_tiles.h: the same bits.
+
+#if defined(LMD_SIMD_AVX512_AMX)
+
+namespace lmdecode::LMD_SIMD::linear {
+
+using namespace lmdecode::linear;
+
+// Elements of a group in one product of tiles.
+template <class Dot>
+constexpr int kGroupTileBytes = Dot::kGroup < 64 ? Dot::kGroup : 64;
+
+// Whether codes are unpacked: to numbers with sign, from which no offset is left to subtract.
+template <class Dot>
+constexpr bool kIsUnpacked = Dot::kGrouped.codes != Codes::kBytes;
+
+// a: register 4, b: 6 and 7, c: 0 to 3.
+template <class Dot>
+inline TileConfig group_tile_config(const RowTiles& tiles) {
+  TileConfig config;
+  for (int tile = 0; tile < 4; ++tile) config.set(tile, tiles.height, kMatrixTileBytes);
+  config.set(4, tiles.height, kGroupTileBytes<Dot>);
+  for (int tile = 6; tile < 8; ++tile) config.set(tile, kGroupTileBytes<Dot> / 4, kMatrixTileBytes);
+  return config;
+}
+
+// What is subtracted from each byte of a quad: the zero of its output, at most 16, or the middle.
+template <class Dot>
+inline __m512i code_zeros(const char* group, int j) {
+  if constexpr (Dot::kHasZeros) {
+    const char* const zeros = group + Dot::kOffsetsAt + j * Dot::kLanes;
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
+    return _mm512_mullo_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(0x01010101));
+  } else {
+    return _mm512_set1_epi8(static_cast<char>(Dot::kGrouped.middle()));
+  }
+}
+
+// numbers [group / 4, 64, 4] = the codes of a group, their zeros subtracted.
+template <class Dot>
+inline void unpack_codes(const char* group, char* numbers) {
+  static_assert(Dot::kGrouped.codes == Codes::kNibbles || !(Dot::kHasZeros || Dot::kHasMinimums),
+                "a number of a table is a signed byte only above its middle");
+  for (int j = 0; j < kPanelVectors; ++j) {
+    const __m512i zeros = code_zeros<Dot>(group, j);
+    for (int e = 0; e < Dot::kGroup; e += 8) {
+      typename Dot::Bytes first, second;
+      Dot::load_codes(group, e, j, &first, &second);
+      if constexpr (!Dot::kHasMinimums) {
+        first = _mm512_sub_epi8(first, zeros);
+        second = _mm512_sub_epi8(second, zeros);
+      }
+      char* const to = numbers + e * Dot::kWidth + j * Dot::kLanes * 4;
+      _mm512_store_si512(to, first);
+      _mm512_store_si512(to + 4 * Dot::kWidth, second);
+    }
+  }
+}
+
+// products [height, 64] = the sums of a group for a tile of rows, whose elements begin at x.
+template <class Dot>
+inline void multiply_group(const char* x, int64_t row_bytes, const char* numbers,
+                           int32_t* products) {
+  const auto multiply = []<int kC, int kB>() __attribute__((always_inline)) {
+    if constexpr (kIsUnpacked<Dot>) {
+      multiply_numbers<kC, 4, kB>();
+    } else {
+      multiply_codes<kC, 4, kB>();
+    }
+  };
+  zero_tile<0>();
+  zero_tile<1>();
+  zero_tile<2>();
+  zero_tile<3>();
+  for (int e = 0; e < Dot::kGroup; e += kGroupTileBytes<Dot>) {
+    const char* const w = numbers + e * Dot::kWidth;
+    load_tile<4>(x + e, row_bytes);
+    load_tile<6>(w, kPanelStepBytes);
+    multiply.template operator()<0, 6>();
+    load_tile<7>(w + kMatrixTileBytes, kPanelStepBytes);
+    multiply.template operator()<1, 7>();
+    load_tile<6>(w + 2 * kMatrixTileBytes, kPanelStepBytes);
+    multiply.template operator()<2, 6>();
+    load_tile<7>(w + 3 * kMatrixTileBytes, kPanelStepBytes);
+    multiply.template operator()<3, 7>();
+  }
+  store_tile<0>(products, kPanelStepBytes);
+  store_tile<1>(products + kMatrixTileColumns, kPanelStepBytes);
+  store_tile<2>(products + 2 * kMatrixTileColumns, kPanelStepBytes);
+  store_tile<3>(products + 3 * kMatrixTileColumns, kPanelStepBytes);
+}
+
+// A group of a panel, and where its elements of x begin in a row.
+struct PanelGroup {
+  const char *step, *group;
+  int64_t input_at;
+};
+
+// sums [rows, 64] += products * scales, for the rows [first, height) of a tile, whose inputs of the
+// group begin at x.
+template <class Dot>
+inline void add_scaled(const PanelGroup& at, const char* x, int64_t row_bytes, int64_t first,
+                       int64_t height, const int32_t* products, float* sums) {
+  typename Dot::Floats scales[kPanelVectors], minimums[kPanelVectors];
+#pragma GCC unroll 4
+  for (int j = 0; j < kPanelVectors; ++j) {
+    scales[j] = Dot::load_scales(at.step, at.group, j);
+    if constexpr (Dot::kHasMinimums) minimums[j] = Dot::load_minimums(at.step, at.group, j);
+  }
+  for (int64_t row = first; row < height; ++row) {
+    GroupInput of_row;
+    __builtin_memcpy(&of_row, x + row * row_bytes, sizeof(of_row));
+    float* const to = sums + row * Dot::kWidth;
+#pragma GCC unroll 4
+    for (int j = 0; j < kPanelVectors; ++j) {
+      __m512i product = _mm512_load_si512(products + row * Dot::kWidth + j * Dot::kLanes);
+      if constexpr (!kIsUnpacked<Dot> && !Dot::kHasMinimums) {
+        product = _mm512_add_epi32(product, Dot::offset_of(of_row, at.group, j));
+      }
+      const auto factors = Dot::times(scales[j], Dot::same(of_row.scale));
+      auto total = Dot::load_floats(to + j * Dot::kLanes);
+      total = Dot::add_product(Dot::to_floats(product), factors, total);
+      if constexpr (Dot::kHasMinimums) {
+        total = Dot::add_product(minimums[j], Dot::same(of_row.scaled_sum), total);
+      }
+      Dot::store_floats(to + j * Dot::kLanes, total);
+    }
+  }
+}
+
+// sums [rows, 64] += `steps` steps, the weights of which begin at `weights`, and the inputs of the
+// rows at `input_at`; from 0, if first. Some tiles of rows, whose sums stay in L1, pass over all
+// groups before the next. While the tiles multiply, vectors scale the products before them: these
+// wait for nothing that was just begun.
+template <class Dot>
+void add_groups_by_tiles(const LinearInput& input, const RowTiles& tiles, int64_t input_at,
+                         const char* weights, int64_t steps, bool is_first, float* sums) {
+  static_assert(Dot::kWidth == kMaxPanelWidth && kPanelVectors == 4);
+  if (is_first) {
+    __builtin_memset(sums, 0, static_cast<size_t>(input.count * Dot::kWidth) * sizeof(float));
+  }
+  if (steps == 0) return;
+  alignas(64) char unpacked[2][kIsUnpacked<Dot> ? Dot::kGroup * Dot::kWidth : 1];
+  alignas(64) int32_t products[2][kMatrixTileRows * Dot::kWidth];
+  const int64_t groups = steps * Dot::kStepGroups;
+  const auto group_at = [&](int64_t i) {
+    const int64_t s = i / Dot::kStepGroups, g = i % Dot::kStepGroups;
+    const char* const step = weights + s * Dot::kStepBytes;
+    return PanelGroup{step, step + Dot::kSuperBytes + g * Dot::kGroupBytes,
+                      input_at + s * Dot::kInputBytes + g * Dot::kGroupInputBytes};
+  };
+  const auto numbers_of = [&](int64_t i) -> const char* {
+    return kIsUnpacked<Dot> ? unpacked[i % 2] : group_at(i).group + Dot::kCodesAt;
+  };
+  const auto unpack = [&](int64_t i) {
+    const char* const group = group_at(i).group;
+    for (int line = 0; line < Dot::kGroupBytes; line += 64) {
+      __builtin_prefetch(group + tuning::kGroupPrefetchBytes + line, 0, 2);
+    }
+    if constexpr (kIsUnpacked<Dot>) unpack_codes<Dot>(group, unpacked[i % 2]);
+  };
+  const auto input_of = [&](const PanelGroup& group, int64_t tile) {
+    return static_cast<const char*>(input.rows) + tiles.first_row(tile) * input.row_bytes +
+           group.input_at;
+  };
+  const int64_t parts = (tiles.count + tuning::kMatrixGroupTiles - 1) / tuning::kMatrixGroupTiles;
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t begin = tiles.count * part / parts, end = tiles.count * (part + 1) / parts;
+    // The products of a tile and a group that are not yet scaled.
+    PanelGroup waiting = {};
+    int64_t waiting_tile = -1;
+    int buffer = 0;
+    const auto scale_waiting = [&] {
+      add_scaled<Dot>(waiting, input_of(waiting, waiting_tile), input.row_bytes,
+                      tiles.repeated(waiting_tile), tiles.height, products[1 - buffer],
+                      sums + tiles.first_row(waiting_tile) * Dot::kWidth);
+    };
+    unpack(0);
+    for (int64_t i = 0; i < groups; ++i) {
+      const PanelGroup group = group_at(i);
+      if (i + 1 < groups) unpack(i + 1);
+      for (int64_t tile = begin; tile < end; ++tile) {
+        multiply_group<Dot>(input_of(group, tile) + sizeof(GroupInput), input.row_bytes,
+                            numbers_of(i), products[buffer]);
+        if (waiting_tile >= 0) scale_waiting();
+        waiting = group;
+        waiting_tile = tile;
+        buffer = 1 - buffer;
+      }
+    }
+    scale_waiting();
+  }
+}
+
+}  // namespace lmdecode::LMD_SIMD::linear
+
+#endif

@@ -2,14 +2,10 @@
 #include <type_traits>
 
 #include "linear/linear_epilogue.h"
-#include "linear/linear_group_pack.h"
-#include "linear/linear_group_tiles.h"
 #include "linear/linear_pack.h"
 #include "linear/linear_tiles.h"
 #include "linear/packed_linear_kernels.h"
-#include "linear/rotated_input.h"
 #if defined(LMD_SIMD_AVX512_AMX)
-#include "linear/linear_matrix_groups.h"
 #include "linear/linear_matrix_tiles.h"
 #endif
 
