@@ -1,5 +1,5 @@
 // C (+)= A B for the six rows of a strip: the inner loop of attention. By tiles of the matrix units
-// a strip has 16 rows (matrix_product.h).
+// a strip has 16 rows (multiply_strip, below).
 //
 // A [6, depth] has its rows apart; B [depth, kPanelWidth] is packed, its rows side by side; C [6,
 // columns] is f32. An element of A and B is a float, or two bfloat16 numbers that are multiplied

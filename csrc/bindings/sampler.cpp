@@ -47,9 +47,9 @@ void insert(Tensor state, int64_t vocab, int64_t text_capacity, int64_t rules_ca
   p.rules_size = rules.size(0);
   p.prompt = arguments.contiguous<const int64_t>("prompt", prompt, {-1});
   p.prompt_length = prompt.size(0);
-  if (p.integers.order < 0 || p.integers.order >= kSamplerOrderCount) {
-    fail(kInsertOp, "integers[0], the order, is ", p.integers.order, "; expected 0 to ",
-         kSamplerOrderCount - 1);
+  if (p.integers.dialect < 0 || p.integers.dialect >= kSamplerDialectCount) {
+    fail(kInsertOp, "integers[0], the order, is ", p.integers.dialect, "; expected 0 to ",
+         kSamplerDialectCount - 1);
   }
   if (p.rules_size > rules_capacity) {
     fail(kInsertOp, "rules has ", p.rules_size, " numbers; expected at most ", rules_capacity);

@@ -173,7 +173,7 @@ void add_panel_by_tiles(const LinearInput& input, const RowTiles& tiles, const c
 
 // Sums of a block of rows and a panel with groups, by tiles of the matrix units: the codes of a
 // group become the bytes of tiles once for some tiles of rows, their products are exact, and scales
-// are applied in the order of linear_group_tiles.h: the same bits.
+// are applied in the order of add_groups() in linear_tiles.h: the same bits.
 
 #if defined(LMD_SIMD_AVX512_AMX)
 

@@ -162,7 +162,7 @@ void pack_output(const PackedLinearShape& shape, const float* weight, int64_t in
       }
       return;
     }
-    default:  // with groups: linear_group_pack.h
+    default:  // with groups: below
       return;
   }
 }

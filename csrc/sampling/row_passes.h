@@ -95,7 +95,7 @@ class BlockBound<BFloat16> {
 using namespace lmdecode::sampling;
 
 // A row as it is. Where tokens of a row count with other values than those in memory, the edits say
-// which tokens are read from memory all the same, and append the others: see edited_row.h.
+// which tokens are read from memory all the same, and append the others: see RowEdits in sampler_stages.h.
 struct NoEdits {
   static constexpr bool kAny = false;
   uint64_t word(int64_t) const { return ~uint64_t{0}; }  // of the tokens of a block: bit set, read

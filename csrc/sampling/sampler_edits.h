@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/bits.h"
-#include "sampling/sampler_order.h"
+#include "sampling/sampler_dialect.h"
 #include "sampling/sampler_state.h"
 
 namespace lmdecode::sampling {
@@ -22,7 +22,7 @@ struct SamplerPenalties {
 };
 
 LMD_HOST_DEVICE SamplerPenalties sampler_penalties(const SamplerRow& row,
-                                                   const SamplerOrderRules& rules) {
+                                                   const SamplerDialectRules& rules) {
   return {static_cast<float>(row.numbers.repetition_penalty),
           static_cast<float>(row.numbers.presence_penalty),
           static_cast<float>(row.numbers.frequency_penalty), rules.counts_see_prompt};

@@ -11,8 +11,7 @@
 #include "sampling/sampler_workspace.h"
 #include "sampling/seed_draw.cuh"
 
-// The draw of a row of a Sampler on a GPU, and the outputs that come of it. See
-// sampling/sampler_row_step.cuh.
+// ---- the draw of a row, and its outputs
 
 namespace lmdecode::sampling::cuda_kernels {
 
@@ -332,8 +331,8 @@ class CudaSamplerStep : private SamplerRowDraw {
     if (!view.fits(params_.layout)) return finish_nothing(kStatusRefused);
     if (view.row->active == 0) return finish_nothing(kStatusNoSequence);
     if (params_.accept && !view.has_room(tokens)) return finish_nothing(kStatusRefused);
-    const SamplerOrderRules rules =
-        sampler_order_rules(static_cast<SamplerOrder>(view.row->integers.order));
+    const SamplerDialectRules rules =
+        sampler_dialect_rules(static_cast<SamplerDialect>(view.row->integers.dialect));
     const RowParameters parameters =
         parameters_of_row(plain_params(*view.row, rules, n_), rules.dialect, 0);
     begin_stages(view.row, rules, parameters, counts);

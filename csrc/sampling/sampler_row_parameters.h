@@ -2,13 +2,13 @@
 #pragma once
 
 #include "sampling/row_parameters.h"
-#include "sampling/sampler_order.h"
+#include "sampling/sampler_dialect.h"
 
 namespace lmdecode::sampling {
 
 // As of a call of top_k_top_p_sample with this row alone.
 LMD_HOST_DEVICE TopKTopPSampleParams plain_params(const SamplerRow& row,
-                                                  const SamplerOrderRules& rules, int64_t vocab) {
+                                                  const SamplerDialectRules& rules, int64_t vocab) {
   TopKTopPSampleParams p;
   p.batch = 1;
   p.vocab = vocab;

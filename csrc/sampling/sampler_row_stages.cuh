@@ -154,7 +154,7 @@ class SamplerRowStages {
       : cluster_(storage, /*size=*/1), left_{row, static_cast<uint32_t>(vocab)}, n_(vocab) {}
 
   // A row begins, with all of its tokens. counts: [kSamplerStages] what each stage leaves, or null.
-  __device__ void begin_stages(const SamplerRow* state, const SamplerOrderRules& rules,
+  __device__ void begin_stages(const SamplerRow* state, const SamplerDialectRules& rules,
                                const RowParameters& parameters, int32_t* counts) {
     state_ = state;
     rules_ = rules;
@@ -601,7 +601,7 @@ class SamplerRowStages {
   EditedRow left_;
   const int64_t n_;
   const SamplerRow* state_ = nullptr;
-  SamplerOrderRules rules_{};
+  SamplerDialectRules rules_{};
   RowParameters parameters_;
   int32_t* counts_ = nullptr;
   TokenWeight rule_;

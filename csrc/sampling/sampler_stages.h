@@ -152,7 +152,7 @@ class SamplerStages : public ProbabilityFilters {
   // A row begins. counts: [kSamplerStages] what each stage leaves, or null.
   void begin_stages(const SamplerRow* state, int32_t* counts) {
     state_ = state;
-    rules_ = sampler_order_rules(static_cast<SamplerOrder>(state->integers.order));
+    rules_ = sampler_dialect_rules(static_cast<SamplerDialect>(state->integers.dialect));
     counts_ = counts;
     status_ = 0;
   }
@@ -339,7 +339,7 @@ class SamplerStages : public ProbabilityFilters {
   const int64_t n_;
   float* const scratch_row_;
   const SamplerRow* state_ = nullptr;
-  SamplerOrderRules rules_{};
+  SamplerDialectRules rules_{};
   RowParameters parameters_;
   bool on_[kSamplerStages] = {};
   bool is_plain_ = false;  // top_k_top_p_sample has all that is on

@@ -14,20 +14,20 @@
 
 namespace lmdecode::sampling {
 
-// Whose order of stages, and whose rules at boundaries; python/lmdecode/sampling/sampler_rows.py
+// The system whose order of stages and rules at boundaries a row follows; sampling/sampler_rows.py
 // holds the names.
-enum class SamplerOrder : int64_t {
+enum class SamplerDialect : int64_t {
   kLmdecode = 0,
   kTransformers = 1,
   kVllm = 2,
   kLlamaCpp = 3,
   kSglang = 4,
 };
-constexpr int64_t kSamplerOrderCount = 5;
+constexpr int64_t kSamplerDialectCount = 5;
 
 // What a user asks for, in the order of sampler_rows.py.
 struct SamplerIntegers {
-  int64_t order;
+  int64_t dialect;
   int64_t seed;  // < 0: no noise
   int64_t top_k;
   int64_t no_repeat_ngram_size;  // 0: off
@@ -151,8 +151,8 @@ struct SamplerRowView {
                                 row->rules_capacity == l.rules_capacity && row->length >= 0 &&
                                 row->length <= l.text_capacity && row->touched >= 0 &&
                                 row->touched <= l.touched_capacity && row->rules_size >= 0 &&
-                                row->rules_size <= l.rules_capacity && row->integers.order >= 0 &&
-                                row->integers.order < kSamplerOrderCount);
+                                row->rules_size <= l.rules_capacity && row->integers.dialect >= 0 &&
+                                row->integers.dialect < kSamplerDialectCount);
   }
 
   LMD_HOST_DEVICE SamplerRules parsed_rules() const {

@@ -80,8 +80,8 @@ const char* wrong_row(const void* memory, const SamplerLayout& layout) {
   const int64_t most = keeps_text ? layout.text_capacity : 0;
   if (row.active != 1 || row.vocab != layout.vocab || row.text_capacity != layout.text_capacity ||
       row.rules_capacity != layout.rules_capacity || row.integers.keeps_text < 0 ||
-      row.integers.keeps_text > 1 || row.integers.order < 0 ||
-      row.integers.order >= kSamplerOrderCount) {
+      row.integers.keeps_text > 1 || row.integers.dialect < 0 ||
+      row.integers.dialect >= kSamplerDialectCount) {
     return "its sizes are others";
   }
   if (row.integers.no_repeat_ngram_size < 0 || row.integers.dry_allowed_length < 0) {

@@ -1,7 +1,7 @@
 // A step of a Sampler: rows of logits to tokens, by the parameters and the state of each row.
 // docs/reference/sampler.md is the user's page.
 //
-// A row is edited (biases, penalties, rules, bitmask), then filtered by the stages of its order,
+// A row is edited (biases, penalties, rules, bitmask), then filtered by the stages of its dialect,
 // each on what the one before left; of the kept tokens one is drawn as top_k_top_p_sample draws.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "common/half.h"
-#include "sampling/sampler_order.h"
+#include "sampling/sampler_dialect.h"
 #include "sampling/sampler_state.h"
 
 namespace lmdecode::sampling {

@@ -46,7 +46,7 @@ inline std::vector<int32_t> random_rules(Random& random, int64_t vocab) {
 
 inline RowCase random_row(Random& random, int64_t vocab) {
   RowCase c;
-  c.integers.order = random.below(kSamplerOrderCount);
+  c.integers.dialect = random.below(kSamplerDialectCount);
   c.integers.seed = random.chance(0.15) ? -1 : random.below(int64_t{1} << 62);
   c.integers.top_k = random.chance(0.5) ? 0 : 1 + random.below(vocab + 3);
   c.integers.no_repeat_ngram_size = random.chance(0.7) ? 0 : 1 + random.below(4);

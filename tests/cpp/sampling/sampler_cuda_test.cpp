@@ -67,7 +67,7 @@ TEST(ties_that_a_temperature_makes) {
     Rows rows(layout_with(kVocab, 16), 2);
     for (int64_t row = 0; row < 2; ++row) {
       RowCase c = plain_row();
-      c.integers.order = random.any_of<int64_t>({0, 3});
+      c.integers.dialect = random.any_of<int64_t>({0, 3});
       c.numbers.temperature = static_cast<double>(4.815e-4f);
       c.integers.top_k = 2 + random.below(5);
       rows.insert(row, c);
@@ -91,7 +91,7 @@ TEST(lists_of_the_tokens_that_are_left) {
     const int64_t vocab = random.any_of<int64_t>({600, 1023, 1500, 3001});
     Rows rows(layout_with(vocab, 16), 1);
     RowCase c = plain_row();
-    c.integers.order = random.below(4);
+    c.integers.dialect = random.below(4);
     c.numbers.temperature = random.any_of({1.0, 0.7, 1e-3});
     c.integers.top_k = random.any_of<int64_t>({0, 1, 3, 8, 20, 1100});
     if (random.chance(0.5)) c.numbers.min_p = random.any_of({0.02, 0.3});
@@ -154,7 +154,7 @@ TEST(a_row_of_other_sizes_is_refused) {
   const Refusal r(40, 8);
   Random random(2);
   const StepCase c(random, 2, 40);
-  r.rows.view(0).row->integers.order = kSamplerOrderCount;
+  r.rows.view(0).row->integers.dialect = kSamplerDialectCount;
   const StepResult result = step(kEmulated, c, r.rows);
   CHECK_EQ(result.index[0], int64_t{-1});
   CHECK_EQ(result.status[0], kStatusRefused);

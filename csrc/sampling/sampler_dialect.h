@@ -1,4 +1,4 @@
-// In which order the stages of a row of a Sampler run, and whose rules hold at their boundaries.
+// The dialect of a row of a Sampler: the order of its stages, and the rules at their boundaries.
 // docs/reference/sampler.md has the tables.
 #pragma once
 
@@ -26,7 +26,7 @@ enum class SamplerStage : uint8_t {
 };
 constexpr int kSamplerStages = 11;
 
-struct SamplerOrderRules {
+struct SamplerDialectRules {
   SamplerStage stages[kSamplerStages];
   DialectRules dialect;  // of top-k, top-p and min-p
   Dialect plain_dialect = Dialect::kLmdecode;
@@ -39,19 +39,19 @@ struct SamplerOrderRules {
   bool rank_after_ties = false;    // equal logits rank before the chosen one, whatever their index
 };
 
-LMD_HOST_DEVICE SamplerOrderRules sampler_order_rules(SamplerOrder order) {
+LMD_HOST_DEVICE SamplerDialectRules sampler_dialect_rules(SamplerDialect dialect) {
   using S = SamplerStage;
-  SamplerOrderRules rules{{S::kTemperature, S::kTopK, S::kTopP, S::kMinP, S::kTopNSigma,
-                           S::kEpsilon, S::kEta, S::kTopH, S::kTypical, S::kXtc, S::kMirostat},
-                          dialect_rules(Dialect::kLmdecode)};
+  SamplerDialectRules rules{{S::kTemperature, S::kTopK, S::kTopP, S::kMinP, S::kTopNSigma,
+                             S::kEpsilon, S::kEta, S::kTopH, S::kTypical, S::kXtc, S::kMirostat},
+                            dialect_rules(Dialect::kLmdecode)};
   const auto set = [&](const SamplerStage(&stages)[kSamplerStages]) {
     for (int i = 0; i < kSamplerStages; ++i) rules.stages[i] = stages[i];
   };
-  switch (order) {
-    case SamplerOrder::kLmdecode:
+  switch (dialect) {
+    case SamplerDialect::kLmdecode:
       rules.is_plain = true;
       break;
-    case SamplerOrder::kTransformers:
+    case SamplerDialect::kTransformers:
       set({S::kTemperature, S::kTopH, S::kTopK, S::kTopP, S::kMinP, S::kTypical, S::kEpsilon,
            S::kEta, S::kTopNSigma, S::kXtc, S::kMirostat});
       rules.plain_dialect = Dialect::kTransformers;
@@ -59,7 +59,7 @@ LMD_HOST_DEVICE SamplerOrderRules sampler_order_rules(SamplerOrder order) {
       rules.keep_max_ties = rules.keep_typical_ties = true;
       rules.top_h_tokens = 100;
       break;
-    case SamplerOrder::kVllm:
+    case SamplerDialect::kVllm:
       set({S::kTemperature, S::kMinP, S::kTopK, S::kTopP, S::kTopNSigma, S::kEpsilon, S::kEta,
            S::kTopH, S::kTypical, S::kXtc, S::kMirostat});
       rules.plain_dialect = Dialect::kVllm;
@@ -67,18 +67,18 @@ LMD_HOST_DEVICE SamplerOrderRules sampler_order_rules(SamplerOrder order) {
       rules.rank_after_ties = true;
       rules.least_temperature = 1e-5;
       break;
-    case SamplerOrder::kLlamaCpp:
+    case SamplerDialect::kLlamaCpp:
       set({S::kTopNSigma, S::kTopK, S::kTypical, S::kTopP, S::kMinP, S::kXtc, S::kEpsilon, S::kEta,
            S::kTopH, S::kTemperature, S::kMirostat});
       rules.counts_see_prompt = true;
       break;
-    case SamplerOrder::kSglang:
+    case SamplerDialect::kSglang:
       set({S::kTemperature, S::kTopP, S::kTopK, S::kMinP, S::kTopNSigma, S::kEpsilon, S::kEta,
            S::kTopH, S::kTypical, S::kXtc, S::kMirostat});
       break;
   }
   rules.dialect = dialect_rules(rules.plain_dialect);
-  if (order == SamplerOrder::kSglang) {
+  if (dialect == SamplerDialect::kSglang) {
     rules.dialect.strict_top_p = true;
     rules.dialect.min_p_one_keeps_ties = true;
   }
