@@ -9,7 +9,7 @@
 
 namespace lmdecode::attention {
 
-// kernel(params) by `blocks` blocks with so many bytes of shared memory.
+// Launches kernel(params) with `blocks` blocks and this much shared memory.
 template <class Params>
 void launch_attention(const char* op, void (*kernel)(Params), int64_t blocks, int threads,
                       size_t shared_bytes, const Params& params, void* stream) {
@@ -39,7 +39,7 @@ void with_compiled_size(int64_t size, const Run& run) {
   }
 }
 
-// What tensor cores take: 16-bit elements, sizes up to the largest that is compiled.
+// Tensor cores take 16-bit elements, sizes up to the largest that is compiled.
 inline bool use_tensor_cores(const SlidingWindowAttentionParams& params) {
   return params.dtype != DType::kFloat32 && params.head_size <= 256 && params.value_size <= 256;
 }

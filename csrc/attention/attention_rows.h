@@ -2,8 +2,8 @@
 // the host.
 //
 // Rows are queries times the query heads of a KV head, query by query: row r of KV head h is query
-// r / group of head h * group + r % group. What tensors on the device say of lengths, offsets and
-// positions is held to its range here, as nothing waits to check it.
+// r / group of head h * group + r % group. Lengths, offsets and positions in device memory are
+// clamped to their range here: checking them would need a synchronisation.
 #pragma once
 
 #include "attention/sliding_window_attention.h"
@@ -34,7 +34,7 @@ struct AttentionSequence {
     return sequence;
   }
 
-  // Of query `token`.
+  // The position of query `token`.
   LMD_HOST_DEVICE int64_t position(const SlidingWindowAttentionParams& p, int64_t token) const {
     if (p.q_positions == nullptr) return aligned_position(token, queries, keys);
     return clamped(p.q_positions[index * p.position_strides.sequence +
@@ -84,15 +84,15 @@ struct AttentionRows {
   }
 };
 
-// Whether scores are more than scale times the product, scale above 0: what kernels without a rule
-// for scores take.
+// Kernels without a score rule compute scale * product, scale > 0. Anything else needs one.
 LMD_HOST_DEVICE bool needs_score_rule(const SlidingWindowAttentionParams& p) {
   return p.softcap != 0.0f || p.alibi_slopes != nullptr || p.mask_type != MaskType::kNone ||
          p.key_padding != nullptr || !(p.scale > 0.0f);
 }
 
-// Rows to tiles of tile_rows. Ragged sequences have their tiles one after the other, each at a
-// place that its offset alone tells, with some to spare: nothing counts tiles on the device.
+// Rows to tiles of tile_rows. The tiles of ragged sequences follow one another. The first tile of a
+// sequence is computed from its offset alone, which leaves unused tiles, so the device counts
+// nothing.
 struct AttentionTiles {
   int tile_rows;
   int64_t tiles;  // of a KV head, of one sequence or of all ragged ones
@@ -146,7 +146,8 @@ struct AttentionTiles {
   }
 };
 
-// The keys of rows: what some row sees, and what all see. From of_no_row() on, add every row.
+// The keys that some row sees, and those that all rows see. Start with of_no_row() and add every
+// row.
 struct RowsKeys {
   KeyRange some;
   KeyRange all;
@@ -158,7 +159,7 @@ struct RowsKeys {
     }
     all = {max_of(all.begin, row.begin), min_of(all.end, row.end)};
   }
-  // Of keys [begin, end) all rows see all.
+  // Every row sees every key of [begin, end).
   LMD_HOST_DEVICE bool all_see(int64_t begin, int64_t end) const {
     return begin >= all.begin && end <= all.end;
   }

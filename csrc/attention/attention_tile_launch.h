@@ -1,5 +1,5 @@
-// Launches the tiles of sliding_window_attention on tensor cores: with and without a rule for
-// scores in files of their own, for the compiler's sake.
+// Launches the tiles of sliding_window_attention on tensor cores: one source file for each of the
+// two values of kHasRule, to compile in parallel.
 #pragma once
 
 #include "attention/attention_kernel_launch.h"
@@ -18,7 +18,7 @@ void launch_attention_tiles(const SlidingWindowAttentionParams& params, void* st
                        AttentionTiles::of(params, Shape::kRows).count, Shape::kThreads,
                        sizeof(AttentionStorage<T, size>), params, stream);
     };
-    if constexpr (kHasRule) {  // whose own work is a multiple of the branches'
+    if constexpr (kHasRule) {  // its own work dwarfs the branches
       launch(std::integral_constant<RowKind, RowKind::kAny>());
     } else {
       with_row_kind(params, size, launch);

@@ -15,15 +15,15 @@ constexpr int64_t kSplitKeys = 512;
 constexpr int64_t kTileHeads = 5;
 // Rows (tokens times the query heads of a KV head) that share one packing of keys and values.
 constexpr int64_t kTileRows = 384;
-// With several threads tiles are smaller where there would be too few of them.
+// Several threads take smaller tiles, down to this many rows, if there are too few tiles.
 constexpr int64_t kMinTileRows = 96;
 constexpr int64_t kTilesOfAThread = 8;
 
-// Of one row, one key and one element of a head, by which work is dealt out.
+// Cost of one row, key and element of a head, to divide work among threads.
 constexpr double kNanosecondsPerProduct = 0.02;
-// Of a row that is merged, beside its elements.
+// Cost of merging a row, beside its elements.
 constexpr double kMergeRowNanoseconds = 40.0;
-// Of one element of a key or value that is read in decoding.
+// Cost of reading one element of a key or value in decoding.
 constexpr double kNanosecondsPerElement = 0.1;
 
 }  // namespace lmdecode::attention::tuning

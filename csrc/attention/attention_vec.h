@@ -1,4 +1,4 @@
-// What attention needs of vectors beside csrc/simd: squares transposed, rows divided.
+// Vector helpers of attention beside csrc/simd: transposes and divides rows.
 #pragma once
 
 #include "simd/vec_math.h"

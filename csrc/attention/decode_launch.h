@@ -9,8 +9,8 @@
 
 namespace lmdecode::attention {
 
-// What the parts come to, before they are added: by slot and row. A part of no keys has a row_sum
-// of 0, and may have no out.
+// Partial results of the parts, by slot and row. A part without keys has row_sum 0 and an undefined
+// out.
 struct DecodeParts {
   float* out = nullptr;      // [slots, rows, out_stride], not divided by the sum
   float* row_max = nullptr;  // [slots, rows], exponents of two

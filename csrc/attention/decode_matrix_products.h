@@ -48,7 +48,7 @@ inline void score_key_tile(const BFloat16* keys, int64_t key_stride, const BFloa
   }
 }
 
-// The values of a block to pairs [16, size]; those out of the range are not read, and are 0.
+// The values of a block to pairs [16, size]; values outside the range are not read and become 0.
 template <class Tokens>
 inline void pair_values(const Tokens& values, KeyRange range, int64_t size, uint32_t* pairs) {
   // Quarters of the interleaved halves, in the order of the elements.

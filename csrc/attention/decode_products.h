@@ -1,5 +1,5 @@
-// The products of decoding: a few queries against rows of keys and values as they lie in a cache,
-// each of which is read once for all of the rows of a tile.
+// The products of decoding: a few queries against the keys and values of a cache, each read once
+// for all rows of a tile.
 #pragma once
 
 #include "attention/attention_vec.h"
@@ -11,12 +11,13 @@ using namespace lmdecode::attention;
 
 // Values that are read for some of their elements before the others.
 constexpr int64_t kChunkKeys = 16;
-// Keys of a block, between two looks at a row's maximum: of heads of 128, 8 KB of keys, then of
-// values. While the ones are read the others are asked for: this is how far ahead.
+// Keys of a block, between two looks at a row's maximum: for a head size of 128, 8 KB of keys, then
+// 8 KB of values. While keys are read, values are prefetched, and the other way round: this is the
+// distance.
 template <class T>
 constexpr int64_t kBlockKeysOf = sizeof(T) == 4 ? 16 : 32;
 
-// What a tile asks for while it reads: nothing, or what comes next (DecodePartials::in_order).
+// Which rows a tile prefetches while it reads (DecodePartials::in_order).
 enum class Ahead { kNothing, kToSecondCache, kToFirstCache };
 
 // Plain C++ waits for its products, not for memory: it asks for nothing, and takes keys at the edge
@@ -30,8 +31,8 @@ constexpr bool kIsPlain = true;
 // Lane i of the result is the sum of the lanes of v[i], in an order that does not depend on i.
 [[gnu::always_inline]] inline F32 sum_lanes(const F32 (&v)[kLanes]) {
 #if defined(LMD_SIMD_AVX512)
-  // Of two vectors that become one, each gives half of its lanes: those that stay are blended,
-  // those that are added to them are shuffled.
+  // Two vectors become one: blend one half of the lanes of each, shuffle the other halves into
+  // place and add.
   __m512 a[8], b[4], c[2];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {  // halves: v[i] | v[i + 8]
@@ -122,7 +123,7 @@ struct PairRows {
 };
 #endif
 
-// Keys or values of a block that lie at equal distances, and what is asked for while they are read.
+// Keys or values of a block at a fixed stride, and the rows to prefetch meanwhile.
 template <class T>
 struct StridedTokens {
   const T* data;
@@ -156,9 +157,8 @@ inline void prefetch_row(const T* row, int64_t size) {
   for (int64_t i = 0; i < size; i += kLine) prefetch<kAhead>(row + i);
 }
 
-// scores[row][key] for kRows queries and the kLanes / kRows keys from `key` on; for a key out of
-// [range.begin, range.end) another one is read in its place. Queries: vector by vector of the head,
-// those of all rows.
+// scores[row][key] for kRows queries and the kLanes / kRows keys from `key` on; a key outside
+// [range.begin, range.end) is replaced by another one. Queries: [vectors of the head, rows].
 template <class Rows, int kRows, bool kAtEdge, Ahead kAhead, class Tokens>
 inline void score_tile(const typename Rows::Query* queries, const Tokens& keys, KeyRange range,
                        int64_t key, int64_t size, float* scores) {
@@ -292,7 +292,7 @@ inline void add_value_pairs(const BFloat16* weights, const Tokens& values, KeyRa
       prefetch_row<kAhead>(values.row_ahead(key), size);
       prefetch_row<kAhead>(values.row_ahead(key + 1), size);
     }
-    // Of a pair at an end of the range one key is read, and the other one is zeros.
+    // A pair at an end of the range has one key; the other one is zeros.
     const bool has_a = key >= range.begin, has_b = key + 1 < range.end;
     const BFloat16* row_a = values.row(has_a ? key : key + 1) + at;
     const BFloat16* row_b = values.row(has_b ? key + 1 : key) + at;

@@ -47,8 +47,8 @@ LMD_HOST_DEVICE KeyRange hull(KeyRange a, KeyRange b) {
   return {min_of(a.begin, b.begin), max_of(a.end, b.end)};
 }
 
-// The position of query `token` of a sequence whose positions are not given: the last query stands
-// beside the last key.
+// The position of query `token` where no positions are given: the last query is aligned with the
+// last key.
 LMD_HOST_DEVICE int64_t aligned_position(int64_t token, int64_t q_len, int64_t kv_len) {
   return kv_len - q_len + token;
 }

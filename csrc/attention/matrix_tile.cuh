@@ -10,13 +10,12 @@
 #include "attention/sliding_window_attention.h"
 #include "common/host_device.h"
 
-// How the rows of q, k and v lie that kernels on tensor cores read.
+// ---- the layout of the rows of q, k and v
 
 namespace lmdecode::attention::cuda_kernels {
 
-// What a kernel is compiled for: rows of any size and stride, or of kSize elements each, which lie
-// side by side and begin at multiples of 16 bytes. Results are the same; the second has neither
-// branches nor a way to read elements one by one.
+// kAny: rows of any size and stride. kExact: rows of kSize contiguous elements, aligned to 16
+// bytes, so that the kernel needs no branches and no element-wise loads. Same results.
 enum class RowKind { kAny, kExact };
 
 LMD_HOST_DEVICE bool has_aligned_rows(const void* data, const AttentionStrides& s,
@@ -26,7 +25,7 @@ LMD_HOST_DEVICE bool has_aligned_rows(const void* data, const AttentionStrides& 
          (s.sequence | s.head | s.token) % elements == 0;
 }
 
-// run(std::integral_constant) with the kind of a call's rows, of elements of 16 bits, for a kernel
+// Calls run(std::integral_constant) with the kind of a call's rows of 16-bit elements, for a kernel
 // of this size.
 template <class Run>
 void with_row_kind(const SlidingWindowAttentionParams& p, int size, const Run& run) {
@@ -43,12 +42,12 @@ void with_row_kind(const SlidingWindowAttentionParams& p, int size, const Run& r
   }
 }
 
-// Where elements of a tile of 16-bit elements lie in shared memory.
+// ---- the layout of a tile of 16-bit elements in shared memory
 
-constexpr int kChunk = 8;  // elements of 16 bytes, which stay side by side
+constexpr int kChunk = 8;  // elements of 16 bytes, contiguous
 
-// The place of an element, column % 8 == 0, of a tile of rows of kSize: the same chunk of eight
-// rows that follow each other lies in eight different groups of banks.
+// The offset of an element (column % 8 == 0) in a tile of rows of kSize. The same chunk of eight
+// consecutive rows falls into eight different groups of banks.
 template <int kSize>
 LMD_HOST_DEVICE int swizzled(int row, int column) {
   static_assert(kSize % (8 * kChunk) == 0);
@@ -84,7 +83,7 @@ __device__ __forceinline__ void copy_rows(T* tile, const RowAt& row_at, const vo
   if (lane < kPasses * kLaneRows) {
     found = row_at(lane / kLaneRows * kPassRows + first + lane % kLaneRows);
   }
-  // Of the rows of this lane's copies, bit pass * kLaneRows.
+  // Bit pass * kLaneRows: whether the row of that copy of this lane exists.
   const unsigned is_there = __ballot_sync(cuda::kFullMask, found != nullptr) >> (lane / kChunks);
   const auto place = reinterpret_cast<unsigned long long>(
       found == nullptr ? base : static_cast<const void*>(found));
@@ -170,7 +169,7 @@ class WarpRows {
     }
   }
 
-  // Of the rows from first_row on in a tile [.., kSize], with the keys from first_key on in theirs.
+  // Multiplies the rows from first_row on of a tile [.., kSize] with the keys from first_key on.
   __device__ void multiply_keys(const T* queries, int first_row, const T* keys, int first_key,
                                 int head_size, Scores& scores) const {
     const int lane = cuda::lane_id();
@@ -204,7 +203,7 @@ class WarpRows {
     }
   }
 
-  // Products to scores, and hidden ones to -inf: key 0 of the scores is `first`.
+  // Turns products into scores, hidden ones into -inf. Column 0 of the scores is key `first`.
   __device__ void apply_rule(const ScoreRule& rule, bool has_rule, const KeyRange* row_keys,
                              KeyRange seen, int first_row, int64_t first, Scores& scores) const {
 #pragma unroll
@@ -234,7 +233,7 @@ class WarpRows {
     }
   }
 
-  // Scores to weights; what the rows have so far is brought to their new maxima.
+  // Turns scores into weights, and rescales the sums so far to the new maxima.
   __device__ void weigh(float factor, Scores& scores) {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
@@ -250,7 +249,7 @@ class WarpRows {
         }
         const float old_max = row_max[t][h], new_max = fmaxf(old_max, top * factor);
         const float share = new_max > old_max ? cuda::exp2_approximate(old_max - new_max) : 1.0f;
-        // Where nothing was seen yet all scores are -inf, or NaN: both stay.
+        // No key seen so far: shift by 0, so that -inf and NaN propagate.
         const float shift = new_max > minus_infinity() ? 0.0f - new_max : 0.0f;
         float sum = 0.0f;
 #pragma unroll
@@ -303,7 +302,7 @@ class WarpRows {
     }
   }
 
-  // The sums of the four threads of a row, to all of them.
+  // Adds the sums of the four threads of a row; all four get the result.
   __device__ void finish_sums() {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {

@@ -1,7 +1,7 @@
-// merge_attention_states: attention over two sets of keys, from what each gave.
+// merge_attention_states: attention over two sets of keys, from the result of each.
 //
-// lse = log(exp(lse1) + exp(lse2)); out = exp(lse1 - lse) o1 + exp(lse2 - lse) o2, where a part of
-// no weight is not read. Where both lse are -inf: 0 and -inf.
+// lse = log(exp(lse1) + exp(lse2)); out = exp(lse1 - lse) o1 + exp(lse2 - lse) o2, a part of weight
+// 0 is not read. If both lse are -inf: 0 and -inf.
 #pragma once
 
 #include "attention/sliding_window_attention.h"

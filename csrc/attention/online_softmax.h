@@ -8,8 +8,8 @@ namespace lmdecode::LMD_SIMD::attention {
 
 using namespace lmdecode::attention;
 
-// score * factor + shift. The two nearly cancel, so the product is not rounded before: where scores
-// are some tens that would cost a weight 2e-6.
+// score * factor + shift. Fused, as the two nearly cancel: rounding the product first costs a
+// weight 2e-6 at scores of some tens.
 inline F32 exponent_of(F32 score, F32 factor, F32 shift) {
 #if defined(LMD_SIMD_AVX2) || defined(LMD_SIMD_AVX512)
   return multiply_add(score, factor, shift);
@@ -35,8 +35,8 @@ class OnlineSoftmax {
     for (int64_t i = 0; i < rows * kSumLanes; ++i) row_sum_[i] = 0.0f;
   }
 
-  // scores[begin .. end) to weights, each put(key, weight) once; what the row has so far,
-  // out [size], is brought to the new maximum. begin and end are multiples of 16.
+  // Turns scores[begin .. end) into weights, calls put(key, weight) once for each, and rescales the
+  // sums so far, out [size], to the new maximum. begin and end are multiples of 16.
   template <class Put>
   void add(int64_t row, const float* scores, int64_t begin, int64_t end, float* out, int64_t size,
            const Put& put) {
@@ -55,7 +55,7 @@ class OnlineSoftmax {
         for (int64_t i = 0; i < size; i += kLanes) store(out + i, load(out + i) * share);
       }
     }
-    // Where nothing was seen yet all scores are -inf, or NaN: both stay.
+    // No key seen so far: shift by 0, so that -inf and NaN propagate.
     const F32 shift = splat(new_max > minus_infinity() ? 0.0f - new_max : 0.0f);
     const F32 factor = splat(factor_);
     for (int64_t key = begin; key < end; key += kSumLanes) {

@@ -10,7 +10,7 @@
 #include "attention/sliding_window_attention.h"
 #include "attention/tile_product.h"
 
-// The keys or values of one head of a sequence, wherever they lie, as a list of where each begins.
+// ---- the keys or values of one head of a sequence, as a list of pointers
 
 namespace lmdecode::LMD_SIMD::attention {
 
@@ -24,7 +24,7 @@ struct HeadRow {
   int64_t size;
 };
 
-// Those of a step or block.
+// The queries, keys or values of a step or block.
 template <class T>
 struct HeadRows {
   const T* const* rows;
@@ -92,7 +92,7 @@ inline void list_rows(const SlidingWindowAttentionParams& p, const void* data,
   }
 }
 
-// Keys come in groups of so many; what a group lacks is zero.
+// Keys are padded with zeros to multiples of this.
 constexpr int64_t kKeyGroup = 16;
 
 #if defined(LMD_SIMD_AVX512_BF16)
@@ -109,7 +109,7 @@ inline F32 load_pairs(const HeadRow<BFloat16>& row, int64_t at) {
 }
 
 #if defined(LMD_SIMD_AVX512_AMX)
-// Of floats, rounded to bfloat16.
+// From floats, rounded to bfloat16.
 inline F32 load_pairs(const HeadRow<float>& row, int64_t at) {
   const F32 first = load_elements(row, 2 * at), second = load_elements(row, 2 * at + kLanes);
   return {reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(second.v, first.v))};
@@ -176,7 +176,7 @@ void pack_keys(const HeadRows<T>& keys, KeyRange range, typename Dot::Element* p
   }
 }
 
-// The values beside pack_keys(); what a pair or a unit of the depth lacks is zero.
+// The values beside pack_keys(); pairs and units of the depth are padded with zeros.
 template <class Dot, class T>
 void pack_values(const HeadRows<T>& values, KeyRange range, typename Dot::Element* panels) {
   constexpr int64_t kPanelRows = tuning::kStepKeys / Dot::kPerElement;

@@ -10,7 +10,7 @@
 namespace lmdecode::attention::cuda_kernels {
 
 constexpr int kPlainKeys = cuda::kWarpSize;      // of a step
-constexpr int kPlainColumns = 64;                // of what is in shared memory at once
+constexpr int kPlainColumns = 64;                // in shared memory at once
 constexpr int kPlainStride = kPlainColumns + 4;  // four lanes apart in the banks
 
 template <int kWarpRows>

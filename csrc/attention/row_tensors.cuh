@@ -1,4 +1,4 @@
-// Where rows are read from and written to on a GPU.
+// The tensors that rows are read from and written to on a GPU.
 #pragma once
 
 #include "attention/attention_rows.h"
@@ -68,7 +68,7 @@ __device__ __forceinline__ RowsKeys keys_of_rows(const KeyRange* keys, int count
   return found;
 }
 
-// Finished rows go to the outputs. max: an exponent of two; sum: of the weights.
+// Writes finished rows. max: an exponent of two; sum: the sum of the weights.
 template <class T>
 struct FinishedRows {
   const SlidingWindowAttentionParams& p;
@@ -101,7 +101,7 @@ struct FinishedRows {
     }
   };
 
-  // writes_lse: of the threads that share a row one does.
+  // writes_lse: true for one of the threads that share a row.
   __device__ Row row(int row, float max, float sum, bool writes_lse) const {
     const int64_t head = rows.head(row), sequence = rows.sequence.index;
     const int64_t token = rows.sequence.first_query + rows.token(row);

@@ -1,4 +1,4 @@
-// What the weights of a row come to, for the CPU and the CUDA kernels.
+// The divisor and lse of a row, for the CPU and the CUDA kernels.
 #pragma once
 
 #include "common/exp_weight.h"
@@ -6,7 +6,7 @@
 
 namespace lmdecode::attention {
 
-// What a row's weights sum to, with the sink: out / divisor is the result.
+// The sum of a row's weights, sink included: out / divisor is the result.
 struct RowTotal {
   double max;  // exponent of two
   double sum;

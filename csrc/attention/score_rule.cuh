@@ -13,7 +13,7 @@ __device__ __forceinline__ float mask_term(float value) {
 
 class ScoreRule {
  public:
-  // What a row's scores have in common.
+  // Parameters of one row.
   struct Row {
     float slope;
     int64_t position;
@@ -43,7 +43,7 @@ class ScoreRule {
     return of_row;
   }
 
-  // Of a row and a key of its sequence.
+  // The score of a row and a key of its sequence.
   __device__ float score(float product, const Row& row, int64_t key) const {
     float x = product * p_.scale;
     if (p_.softcap != 0.0f) x = p_.softcap * tanhf(x / p_.softcap);
@@ -57,7 +57,7 @@ class ScoreRule {
                         key * p_.key_padding_strides.token]) {
       term = minus_infinity();
     }
-    // Whatever the product: a hidden NaN has no influence.
+    // Does not read x: a hidden NaN has no influence.
     return term == minus_infinity() ? term : x + term;
   }
 

@@ -1,5 +1,4 @@
-// What is done to the scores of a row between the product and the softmax, where more is asked than
-// a window: softcap, ALiBi, masks.
+// Softcap, ALiBi and masks: applied to the scores of a row between the product and the softmax.
 #pragma once
 
 #include "attention/attention_vec.h"
@@ -76,7 +75,7 @@ KeyRange groups_with_visible_keys(const float* terms, int64_t stride, int64_t ro
   return {begin, end};
 }
 
-// Products to scores, all but what is hidden by a range.
+// Turns products into scores. Does not hide keys outside a range.
 struct ScoreRule {
   float scale;
   float softcap;       // 0: none

@@ -19,9 +19,9 @@
 #include "common/host_device.h"
 #include "simd/kernel_levels.h"
 
-// Where the keys and values of a sequence lie in a cache: in a row of their own, in blocks of a
-// pool that sequences share, or each in the row that a beam index names. Shared by the CPU and the
-// CUDA kernels. docs/reference/kv_cache.md has the layouts of both tables.
+// ---- where a cache holds the keys and values of a sequence: in a row of its own, in blocks of a
+// shared pool, or each in the row that a beam index names. Shared by the CPU and the CUDA kernels.
+// docs/reference/kv_cache.md has the layouts of both tables.
 
 namespace lmdecode::attention {
 
@@ -31,9 +31,8 @@ struct KeyPlace {
   int64_t token;
 };
 
-// At most one of the tables is given. Of either, only entries of keys that some query of the
-// sequence sees are read: others may hold anything. Those that are read name a row below `rows`:
-// checked on the CPU, not on a device.
+// At most one of the tables is given. Only entries of keys that some query of the sequence sees are
+// read. They name a row below `rows`, which is checked on the CPU alone.
 struct KeyPlaces {
   const int32_t* block_table = nullptr;  // [sequences, blocks of a sequence], or null
   const int32_t* indirection = nullptr;  // [sequences, keys], or null
@@ -45,7 +44,7 @@ struct KeyPlaces {
     return block_table != nullptr || indirection != nullptr;
   }
 
-  // Of key `key` of a sequence; with neither table, of a cache with a row a sequence.
+  // The place of key `key` of a sequence. Without a table, row `sequence` of the cache.
   LMD_HOST_DEVICE KeyPlace place(int64_t sequence, int64_t key) const {
     if (block_table != nullptr) {
       return {block_table[sequence * sequence_stride + key / block_size], key % block_size};
@@ -147,7 +146,7 @@ struct SlidingWindowAttentionParams {
     const KeyPlace at = places.place(sequence, key);
     return at.row * s.sequence + kv_head * s.head + (first_key(sequence) + at.token) * s.token;
   }
-  // Of query `token` of a sequence.
+  // The position of query `token` of a sequence.
   LMD_HOST_DEVICE int64_t position(int64_t sequence, int64_t token) const {
     if (q_positions == nullptr) {
       return aligned_position(token, queries_of(sequence), keys_of(sequence));

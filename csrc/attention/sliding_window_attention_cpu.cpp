@@ -23,7 +23,7 @@ struct MaskWindow {
   int64_t window_right = kUnlimited;
 };
 
-// What one element says.
+// How the elements of a mask are read.
 struct BoolMask {
   using Element = bool;
   bool true_is_visible;
@@ -101,7 +101,7 @@ MaskWindow find_window(const SlidingWindowAttentionParams& p, const Mask& mask) 
 
 // The window that hides exactly the keys that the mask hides, where the last query has the position
 // of the last key. One pass over the whole mask, on torch's threads, which ends early if there is
-// no window. A few rows do not suffice: those of packed documents look the same. A mask that adds
+// no window. A few rows do not suffice: packed documents have the same ones. A mask that adds
 // anything but zero to the score of a visible key is not a window.
 MaskWindow find_mask_window(const SlidingWindowAttentionParams& params) {
   switch (params.mask_type) {
@@ -133,7 +133,7 @@ int64_t tile_cost(const SlidingWindowAttentionParams& p, const AttentionTile& ti
     return seen.end - seen.begin;
   };
   const int64_t last = tile.first_token + tile.tokens - 1;
-  // One more key stands for what is done whatever a row sees.
+  // One more key stands for the fixed cost of a row.
   return tile.tokens * p.group() * (1 + (keys(tile.first_token) + keys(last)) / 2);
 }
 

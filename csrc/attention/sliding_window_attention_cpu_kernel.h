@@ -20,7 +20,7 @@ namespace lmdecode::LMD_SIMD::attention {
 
 using namespace lmdecode::attention;
 
-// T: of queries and the output. Cell: of keys and values, T or Int8Cell.
+// T: type of queries and output. Cell: type of keys and values, T or Int8Cell.
 template <class T, class Dot, class Cell = T>
 class TileAttention {
  public:

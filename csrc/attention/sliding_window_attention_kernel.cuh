@@ -24,13 +24,13 @@ struct AttentionStorage {
   alignas(128) T keys[Shape::kKeys * kSize];
   alignas(128) T values[Shape::kKeys * kSize];
   KeyRange row_keys[Shape::kRows];
-  // Of the tile: registers are for scores and sums.
+  // In shared memory, to leave registers to scores and sums.
   AttentionRows rows;
   RowsKeys seen;
 };
 
-// While scores are multiplied a step's values arrive, and while values are, the next step's keys.
-// kHasRule: needs_score_rule, whose code takes registers from the rest.
+// The values of a step are loaded while its scores are computed, the keys of the next while values
+// are multiplied. kHasRule: needs_score_rule(); its code costs registers.
 template <class T, int kSize, bool kHasRule, RowKind kKind>
 __global__ void __launch_bounds__(AttentionShape<kSize>::kThreads)
     sliding_window_attention_kernel(const SlidingWindowAttentionParams p) {

@@ -5,7 +5,7 @@
 // cu_seqlens. Keys and values are read once, in place, for all query heads of their KV head. The
 // keys of a sequence are split into parts at fixed positions, and the parts of a row are added in
 // order: a row's result is bitwise a function of its own query and sequence. It is not bitwise
-// equal to that of sliding_window_attention.
+// equal to the result of sliding_window_attention.
 #pragma once
 
 #include <cstddef>
@@ -59,7 +59,7 @@ struct DecodeWorkspace {
   float* keys;         // [32, padded head_size]
   float* values;       // [32, padded value_size]
   // Offsets of keys and values.
-  const void** key_rows;    // [64]: those of a block, then of the next
+  const void** key_rows;    // [64]: rows of a block, then of the next
   const void** value_rows;  // [32]
 };
 

@@ -55,8 +55,8 @@ DecodeSplit split_keys(const SlidingWindowAttentionParams& p) {
     }
     return split;
   }
-  // Sequences may share what they read: the same part of all of them one after the other, so that
-  // it is still in the caches.
+  // Sequences may share keys: run the same part of all of them in succession, while it is in the
+  // caches.
   for (int64_t kv_head = 0; kv_head < p.kv_heads; ++kv_head) {
     for (int64_t part = 0; part < most_parts; ++part) {
       for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {

@@ -26,7 +26,7 @@ bool are_at_equal_distances(const KeyPlaces& places, int64_t keys) {
                                        : places.indirection == nullptr;
 }
 
-// How rows are multiplied is a matter of dtype and sizes alone: the bits are those of any strides.
+// dtype and sizes alone choose the products, so that strides do not change bits.
 template <class Rows>
 void run_rows(const SlidingWindowAttentionParams& params, const DecodePart* parts,
               const DecodePartials& partials, int64_t begin, int64_t end, void* workspace) {

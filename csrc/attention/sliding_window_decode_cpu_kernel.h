@@ -37,11 +37,11 @@ class DecodeAttention {
                   params.key_padding != nullptr) {
     split_decode_workspace(memory, rows_, params.head_size, params.value_size, &w_);
     query_stride_ = padded_decode_size(params.head_size);
-    // Rows behind the last one, which fill its tile, count for nothing.
+    // Padding rows of the last tile have weight 0.
     for (int64_t i = rows_ * 16; i < partials.rows * 16; ++i) w_.weights[i] = 0;
   }
 
-  // next_part: what will be run next, or null.
+  // next_part: the next part to run, or null.
   void run(const DecodePart& part, const DecodePart* next_part) {
     part_ = part;
     out_ = partials_.out + part.slot * partials_.rows * partials_.out_stride;
@@ -98,7 +98,7 @@ class DecodeAttention {
       const AttentionStrides& s = p_.q_strides;
       const T* from = static_cast<const T*>(p_.q) + part_.sequence * s.sequence +
                       head_of(row) * s.head + token * s.token;
-      // Of a tile: vector by vector, or pair by pair, those of all rows.
+      // Layout of a tile: [vectors or pairs, rows].
       const int64_t tile = row / kTileRows * kTileRows;
       const int64_t together = kMultipliesTiles ? 2 : kVectorSize;
       const int64_t step = (kMultipliesTiles ? kTileRows : tile_rows(tile)) * together;
@@ -124,9 +124,9 @@ class DecodeAttention {
            (key - first) * s.token;
   }
 
-  // A block from `first` on, of which the keys of `range` are read. Reading keys asks for the
-  // values of the block, and reading these for the next keys: two streams that lie elsewhere, each
-  // a block ahead, which measured better than rows further on in the same one.
+  // Sets up the block from `first` on; the keys of `range` are read. Reading keys prefetches the
+  // values of the block, and reading values the next keys: faster, as measured, than prefetching
+  // further ahead in the same stream.
   void find_block(int64_t first, KeyRange range, bool is_first, const DecodePart* next_part) {
     const int64_t key = first + range.begin;
     const DecodePart* next = &part_;
@@ -161,8 +161,8 @@ class DecodeAttention {
     }
   }
 
-  // rows[key] for the keys of a range; those before and behind, which are asked for at most, are
-  // the nearest of these.
+  // rows[key] for the keys of a range; keys before and after it, which are only prefetched, get the
+  // nearest of these.
   void list_block(const void* data, const AttentionStrides& s, const DecodePart& part,
                   int64_t first, KeyRange range, const Cell** rows) const {
     list_rows(p_, data, s, part.sequence, part.kv_head, {first + range.begin, first + range.end},
@@ -223,8 +223,8 @@ class DecodeAttention {
     }
   }
 
-  // Calls body<rows, what it asks for>(row) for tiles of 8, 4, 2 and 1 rows, some of which are
-  // behind the last one. The first tile reads what comes from memory.
+  // Calls body<rows, prefetch>(row) for tiles of 8, 4, 2 and 1 rows, padding rows included. Only
+  // the first tile reads from memory.
   template <class Body>
   void for_tiles(const Body& body) const {
     if constexpr (kIsPlain) {
@@ -289,14 +289,14 @@ class DecodeAttention {
 #endif
   }
 
-  // 16 keys from `key` on: where they lie, or a copy with zeros for those that are not read.
+  // 16 keys from `key` on: in place, or a copy with zeros for keys that are not read.
   StridedTokens<T> key_tile(int64_t key, KeyRange in_group) const {
     if constexpr (kLayout != CacheLayout::kListed) {
       if (in_group.end - in_group.begin == kKeyGroup) {
         return {keys_.row(key), keys_.stride, nullptr, 0};
       }
     }
-    // Behind what copy_block() has written.
+    // After the rows that copy_block() has written.
     T* copy = reinterpret_cast<T*>(w_.keys) + kBlockKeys * head_size_;
     for (int64_t i = 0; i < kKeyGroup; ++i) {
       const size_t bytes = static_cast<size_t>(head_size_) * sizeof(T);

@@ -35,7 +35,7 @@ struct DecodeStorage {
   };
   alignas(128) T queries[Shape::kRows * kSize];
   KeyRange row_keys[Shape::kRows];
-  // Of the rows: registers are for scores and sums.
+  // In shared memory, to leave registers to scores and sums.
   AttentionRows rows;
   RowsKeys seen;
 };
@@ -86,7 +86,7 @@ __device__ void add_warps(const WarpRows<T, kSize, 1, 16>& warp, int count, int 
   }
 }
 
-// Where the rows of a part go. kWhole: there is no other part.
+// Writes the rows of a part. kWhole: it is the only part.
 template <class T, bool kWhole>
 __device__ auto decoded_rows(const DecodeLaunch& launch, const AttentionRows& rows, int64_t slot,
                              int64_t first_row) {
@@ -97,7 +97,7 @@ __device__ auto decoded_rows(const DecodeLaunch& launch, const AttentionRows& ro
   }
 }
 
-// Rows of which a part has no key.
+// Writes rows that see no key of a part.
 template <bool kWhole, class Output>
 __device__ void put_empty_rows(const Output& output, int count, int value_size) {
   const int warps = static_cast<int>(blockDim.x) / cuda::kWarpSize, lane = cuda::lane_id();
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kPlainThreads) plain_decode_kernel(const Decod
   }
 }
 
-// What each of some parts of a row weighs.
+// Weights of some parts of a row.
 struct CombineStorage {
   float share[cuda_tuning::kCombineParts];
   float sum[cuda_tuning::kCombineParts];

@@ -4,8 +4,9 @@
 // A [6, depth] has its rows apart; B [depth, kPanelWidth] is packed, its rows side by side; C [6,
 // columns] is f32. An element of A and B is a float, or two bfloat16 numbers that are multiplied
 // and added together (BFloat16Pairs). Each element of A B is one chain of additions in the order of
-// the depth, whatever the columns and rows beside it, and is added to C at the end: chains that go
-// on from C would gather the rounding errors of all steps. Callers keep chains short, too.
+// the depth, independent of the columns and rows beside it, and is added to C at the end: a chain
+// that starts from C would accumulate the rounding errors of all steps. Callers keep chains short,
+// too.
 #pragma once
 
 #include "attention/attention_vec.h"

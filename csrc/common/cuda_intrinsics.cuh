@@ -50,7 +50,7 @@ __device__ __forceinline__ unsigned cluster_size() {
 #endif
 }
 
-// All threads of the cluster meet; what any of them wrote before, all of them see after. Not
+// A barrier of all threads of the cluster, which makes earlier writes visible to all. Not
 // `.aligned`: that would ask for converged warps, which CUDA C++ does not promise after a branch.
 __device__ __forceinline__ void cluster_sync() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -76,7 +76,7 @@ __device__ __forceinline__ T* map_shared_rank(T* pointer, unsigned rank) {
 
 // Asynchronous 16-byte copy, global to shared, both 16-byte aligned; bytes past `valid_bytes`
 // (0..16) become zero and are not read. The data is there for this thread after copy_async_wait,
-// for others after a barrier behind that.
+// for others after a barrier that follows.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global,
                                               unsigned valid_bytes = 16) {
   const unsigned destination = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -125,11 +125,11 @@ __device__ __forceinline__ unsigned round_to_f16(float first, float second) {
   return pair;
 }
 
-// What follows is of whole warps, whose lanes all call it.
+// The functions below are called by all lanes of a warp.
 
 // Four 8 x 8 matrices of 16-bit elements from shared memory. Lane l names row l % 8 of matrix l /
-// 8, 16 aligned bytes; of each matrix it gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4,
-// the first in the low half.
+// 8, 16 aligned bytes; it receives from each matrix elements 2 (l % 4) and 2 (l % 4) + 1 of row l /
+// 4, the first in the low half.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -195,7 +195,7 @@ namespace lmdecode::cuda {
 inline constexpr int kWarpSize = 32;
 inline constexpr unsigned kFullMask = 0xffffffffu;
 
-// Of blocks that are one-dimensional.
+// For one-dimensional blocks.
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % kWarpSize); }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x / kWarpSize); }
 

@@ -1,4 +1,4 @@
-// What the launches of kernels have in common. For .cu files.
+// Launching kernels. For .cu files.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,7 +28,7 @@ inline int device_attribute(const char* op, cudaDeviceAttr which, int device) {
   return value;
 }
 
-// What launches are laid out by.
+// Limits of a device that launch plans depend on.
 struct DeviceLimits {
   int shared_limit = 0;  // bytes of dynamic shared memory of a block
   int multiprocessors = 0;
@@ -39,7 +39,7 @@ struct DeviceLimits {
 // Blocks of a thread block cluster that every device with clusters runs.
 constexpr int kPortableClusterSize = 8;
 
-// What was found out once under a key; find() is called by one thread at a time.
+// A cache of find(key); one thread at a time calls find().
 template <class Key, class Value>
 class FoundOnce {
  public:
@@ -71,10 +71,10 @@ struct CurrentDevice : DeviceLimits {
   }
 };
 
-// Before the launches of a kernel on a device: they may ask for all the shared memory that a block
-// can have. That belongs to the kernel, not to a launch, so it is done once, and another thread's
-// launch is not held to less than it needs. Returns how large its clusters can be: that is a matter
-// of the code that was compiled as much as of the device, as PTX for sm_80 knows none.
+// Allows launches of a kernel all the shared memory that a block of the device can have. The limit
+// belongs to the kernel, not to a launch, so it is raised once to the maximum. Returns the largest
+// cluster size, which depends on the compiled code as well as on the device: PTX for sm_80 has no
+// clusters.
 template <class Kernel>
 int prepare_kernel(const char* op, Kernel* kernel, const CurrentDevice& device) {
   static FoundOnce<std::pair<const void*, int>, int> all;

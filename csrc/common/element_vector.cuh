@@ -14,7 +14,7 @@ struct ElementVector {
   T elements[kSize];
 
   static __device__ bool fits(const T* row) { return reinterpret_cast<uintptr_t>(row) % 16 == 0; }
-  // Where it fits.
+  // The address must be aligned.
   static __device__ ElementVector load(const T* from) {
     const uint4 bits = *reinterpret_cast<const uint4*>(from);
     ElementVector vector;

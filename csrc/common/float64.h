@@ -1,5 +1,5 @@
-// Functions of f64 as the C library of the host and that of CUDA have them: not the same bits, so
-// for results that have a tolerance.
+// f64 functions of the C library, on the host or CUDA. Their bits differ: for results with a
+// tolerance alone.
 #pragma once
 
 #include "common/host_device.h"

@@ -1,5 +1,5 @@
-// IEEE arithmetic for the time of a kernel, whatever torch.set_flush_denormal or the caller has set
-// on this thread.
+// IEEE arithmetic during a kernel, overriding torch.set_flush_denormal and the caller's mode of
+// this thread.
 #pragma once
 
 #if defined(__x86_64__)

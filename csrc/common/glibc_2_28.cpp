@@ -1,5 +1,5 @@
-// What newer systems' headers make a library need, made of what glibc 2.28 and gcc 8's libstdc++
-// have.
+// Functions that newer systems' headers make a library need, built on glibc 2.28 and gcc 8's
+// libstdc++.
 //
 // A wheel is to load wherever torch's own wheels do, which need glibc 2.28. Compiled on a newer
 // system, a call of `pow` is bound to pow@GLIBC_2.29, and one of `stat` to a function that 2.28
@@ -8,8 +8,8 @@
 // part of each library. Each definition has a section of its own: the linker drops those that
 // nothing calls.
 //
-// What is asked for by a version is the system's, even where the library has an inline copy of it:
-// it must not show that copy (csrc/exports.map), or the loader takes it.
+// Versioned symbols resolve to the system's, even if the library has an inline copy:
+// csrc/exports.map hides the copy, or the loader would take it.
 
 #include <pthread.h>
 #include <sys/stat.h>
@@ -52,7 +52,7 @@ LMD_OLDER(pow, LMD_FIRST_GLIBC);
 // 2.38: likewise.
 LMD_OLDER(fmod, LMD_FIRST_GLIBC);
 
-// 2.34: what was in libpthread and libdl is in libc.
+// 2.34: libpthread and libdl moved into libc.
 LMD_OLDER(dlclose, LMD_FIRST_GLIBC);
 LMD_OLDER(dlerror, LMD_FIRST_GLIBC);
 LMD_OLDER(dlopen, LMD_FIRST_GLIBC);
@@ -117,7 +117,7 @@ LMD_HIDDEN int stat64(const char* path, struct stat64* status) noexcept {
 // 2.32: whether std::shared_ptr may count without atomic operations. It may not.
 LMD_HIDDEN char __libc_single_threaded = 0;
 
-// 2.30: a wait on a clock. Older releases wait on the time of day; who waits looks at its own clock
+// 2.30: a wait on a clock. Older releases wait on the time of day; the caller checks its own clock
 // afterwards.
 LMD_HIDDEN int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex,
                                       clockid_t clock, const timespec* end) {

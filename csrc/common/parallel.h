@@ -7,7 +7,7 @@
 
 namespace lmdecode {
 
-// Threads that parallel_for can use: for sizes of parts, never for what they hold.
+// Threads that parallel_for can use: for sizes of parts, never for results.
 inline int64_t num_threads() { return static_cast<int64_t>(torch::stable::get_num_threads()); }
 
 // Calls body(begin, end) for parts of [0, size) on torch's threads, in parts of at least `grain`.

@@ -1,7 +1,6 @@
-// Whether a parallel region pays on this thread: what one costs is measured, not known. Workers
-// that wait awake begin within 2 us; sleeping ones (OMP_WAIT_POLICY=PASSIVE, more threads than
-// processors, a virtual machine) within 30 to 100 us, which is more than many products of a model
-// take.
+// Whether a parallel region pays on this thread, by its measured overhead. Workers that wait awake
+// begin within 2 us; sleeping ones (OMP_WAIT_POLICY=PASSIVE, more threads than processors, a
+// virtual machine) within 30 to 100 us, which is more than many products of a model take.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +23,8 @@ class ParallelGain {
     return true;
   }
 
-  // What a region took beyond its longest part, in nanoseconds. Most of what is above the limit is
-  // another process's time.
+  // Records the time of a region beyond its longest part, in nanoseconds. Most of an excess above
+  // the limit is due to other processes.
   void record(double overhead) {
     overhead_ += (std::min(overhead, kMostOverhead) - overhead_) * kNewest;
   }
@@ -54,13 +53,13 @@ inline bool region_pays([[maybe_unused]] double gain) {
 #endif
 }
 
-// Whether this thread works on a part of a region: what it starts there is not spread again.
+// Whether this thread works on a part of a region. Nested regions run serially.
 inline bool& in_region() {
   thread_local bool is_in = false;
   return is_in;
 }
 
-// Measures a region: what its parts took, and itself.
+// Measures the time of a region and of its parts.
 class RegionTimer {
  public:
   RegionTimer() : begin_(now()) {}
@@ -78,7 +77,7 @@ class RegionTimer {
     }
   }
 
-  // Behind the region.
+  // Called after the region.
   double overhead() const {
     return static_cast<double>(now() - begin_ - longest_.load(std::memory_order_relaxed));
   }

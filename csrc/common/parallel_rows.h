@@ -1,4 +1,4 @@
-// Rows to threads, with scratch memory where an op needs some: what the CPU ops share.
+// Divides rows among threads, with scratch memory if an op needs it. Shared by the CPU ops.
 #pragma once
 
 #include <algorithm>
@@ -74,7 +74,7 @@ void parallel_rows(int64_t rows, double row_nanoseconds, const Body& body,
   thread_parallel_gain().record(timer.overhead());
 }
 
-// One for each thread, whatever the op: never two ops at a time.
+// One for each thread, shared by all ops: a thread runs one op at a time.
 inline Workspace& thread_workspace() {
   thread_local Workspace workspace;
   return workspace;

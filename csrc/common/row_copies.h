@@ -1,9 +1,9 @@
 // A parent map as an order of row copies, for CPU and CUDA alike.
 //
-// Row r is to become what row parents[r] was. A row may be overwritten once nobody needs it any
-// more: rows that no other row reads come first, and each copy may free the row that it read, which
-// then goes next. What is left where no row is free are true cycles; the first row of each is saved
-// to one temporary row. So each moved row is written once and no row is read after it was written.
+// Row r receives the former content of row parents[r]. A row may be overwritten once no copy needs
+// it: rows that no other row reads come first, and each copy may free the row that it read, which
+// then goes next. When no row is free, only cycles remain; the first row of each is saved to one
+// temporary row. So each moved row is written once and no row is read after it was written.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct RowCopy {
 
 constexpr int32_t kTemporaryRow = -1;
 
-// Copies of a map of so many rows, at most: one a row, and one a cycle, which has two rows or more.
+// The most copies of a map of `rows` rows: one a row, and one a cycle of at least two rows.
 LMD_HOST_DEVICE int64_t max_row_copies(int64_t rows) { return rows + rows / 2; }
 
 // The memory of the copies of a map: RowCopy copies[max_row_copies(rows)], int32_t parents[rows],

@@ -51,7 +51,7 @@ LMD_HOST_DEVICE PhiloxBlock philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32
   return {{c0, c1, c2, c3}};
 }
 
-// Of tokens 4 * quad to 4 * quad + 3.
+// The noise words of tokens 4 * quad to 4 * quad + 3.
 LMD_HOST_DEVICE PhiloxBlock noise_words(int64_t seed, int64_t position, uint32_t quad,
                                         uint32_t half) {
   return philox(quad, static_cast<uint32_t>(position),

@@ -16,7 +16,7 @@ LMD_HOST_DEVICE double to_double(Wide value) {
   const int shift = 64 - leading_zeros(high);
   const uint64_t top = static_cast<uint64_t>(value >> shift);
   const bool inexact = (value & ((Wide{1} << shift) - 1)) != 0;
-  // The last of the 64 bits is below what rounding looks at: it stands for all behind it.
+  // The last of the 64 bits is sticky: it is set if any lower bit was.
   return static_cast<double>(top | (inexact ? 1 : 0)) *
          double_of(static_cast<uint64_t>(1023 + shift) << 52);
 }

@@ -90,7 +90,7 @@ int64_t missing_blocks(const BlockTable& table, const IntegerRows& num_tokens) {
 
 void drop_leading_blocks(const BlockTable& table, int64_t row, int64_t first_block) {
   int32_t* const blocks = table.row(row);
-  // What was dropped before lies before all that was not.
+  // Blocks dropped earlier precede all others.
   for (int64_t b = first_block - 1; b >= 0 && blocks[b] != kNoBlock; --b) {
     release_block(table, blocks[b]);
     blocks[b] = kNoBlock;

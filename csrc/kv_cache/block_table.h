@@ -1,12 +1,12 @@
 // Block table of a paged cache whose rows share blocks: the blocks of each row, the reference count
 // of each block, and the free blocks. docs/reference/kv_cache.md is the user's page.
 //
-// Position p of row r is in block table[r][p / block_size], at p % block_size. Only a row that has
-// a block alone writes to it: if a row shares its last, partly filled block, an append copies that
+// Position p of row r is in block table[r][p / block_size], at p % block_size. Only the sole owner
+// of a block writes to it: if a row shares its last, partly filled block, an append copies that
 // block first. Full blocks are never written again, and never copied.
 //
-// It is host code on CPU tensors: a lack of blocks must be known before anything is changed, which
-// on a device would need a synchronisation.
+// Host code on CPU tensors: it must find a shortage of blocks before it changes anything, which on
+// a device would need a synchronisation.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ constexpr int32_t kNoBlock = -1;
 enum BlockCounter { kFreeBlocks, kBlockCopies, kMissingBlocks, kBlockCounters };
 
 struct BlockTable {
-  int32_t* blocks = nullptr;       // [rows, max_blocks], kNoBlock behind a row's last one
+  int32_t* blocks = nullptr;       // [rows, max_blocks], kNoBlock after a row's last one
   int64_t row_stride = 0;          // elements
   int32_t* lengths = nullptr;      // [rows] positions in use
   int32_t* ref_counts = nullptr;   // [num_blocks] rows that use the block

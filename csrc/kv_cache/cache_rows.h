@@ -1,5 +1,5 @@
-// The rows of a cache tensor as bytes: where they lie, whatever the layout and the dtype. What
-// kernels see of a tensor; strided_tensor.h makes it.
+// The rows of a cache tensor as bytes: addresses independent of layout and dtype. Kernels see a
+// tensor like this; strided_tensor.h makes it.
 #pragma once
 
 #include <cstdint>

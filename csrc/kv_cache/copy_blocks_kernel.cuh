@@ -25,13 +25,13 @@ constexpr int kPoolsPerLaunch = 32;
 struct CopyBlocksLaunch {
   BlockPool pools[kPoolsPerLaunch];
   int32_t unit_bytes[kPoolsPerLaunch] = {};      // 1, 2, 4, 8 or 16: what a thread copies at once
-  int64_t first_item[kPoolsPerLaunch + 1] = {};  // of each pool; the last: of all
+  int64_t first_item[kPoolsPerLaunch + 1] = {};  // by pool; the last: the total
   const BlockCopy* copies = nullptr;             // [copy_count]
   int32_t count = 0;
 };
 static_assert(sizeof(CopyBlocksLaunch) <= 4096);
 
-// The next pools of the call, from *at on, which is set behind them; empty ones are left out.
+// The launch of the next pools from *at on; advances *at past them. Skips empty pools.
 inline CopyBlocksLaunch next_copy_blocks_launch(const CopyBlocksParams& params, int64_t* at) {
   CopyBlocksLaunch launch;
   launch.copies = params.copies;

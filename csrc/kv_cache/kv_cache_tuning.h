@@ -9,11 +9,11 @@ namespace lmdecode::kv_cache::tuning {
 // temporary of this size lies on the thread's stack; a source that several rows read stays in
 // cache.
 constexpr int64_t kPartBytes = 64 * 1024;
-// Short segments go in runs that span at most so many bytes of the tensor. In shorter ones the CPU
-// does not see the stride, and does not read ahead.
+// Short segments are copied in runs that span at most this many bytes of the tensor. Shorter runs
+// would hide the stride from the hardware prefetcher.
 constexpr int64_t kRunSpanBytes = 256 * 1024;
-// A call that moves at least so much stores past the caches what is not in them: it would evict all
-// else, and a store through the caches reads each line before it writes it.
+// A call that moves at least this many bytes uses streaming stores: others would evict the caches,
+// and read each line before they write it.
 constexpr int64_t kStreamFromBytes = 8 << 20;
 // Shorter segments are copied through the caches always.
 constexpr int64_t kStreamSegmentBytes = 128;

@@ -1,5 +1,5 @@
-// reorder_cache_: row r of each cache tensor becomes what row parents[r] was, in place.
-// docs/reference/kv_cache.md is the user's page.
+// reorder_cache_: row r of each cache tensor receives the former content of row parents[r], in
+// place. docs/reference/kv_cache.md is the user's page.
 //
 // Bytes are moved and nothing else, so the dtype does not matter; rows that keep their content are
 // not touched. The order of the copies (row_copies.h) is found once a call. One part of the rows of

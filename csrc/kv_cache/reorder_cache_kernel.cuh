@@ -41,7 +41,7 @@ struct ReorderColumns {
 // Block b takes slices b, b + blocks, ... of the columns of all tensors, each over all rows.
 struct ReorderLaunch {
   ReorderColumns tensors[kTensorsPerLaunch];
-  int64_t first_slice[kTensorsPerLaunch + 1] = {};  // of each tensor; the last: of all
+  int64_t first_slice[kTensorsPerLaunch + 1] = {};  // by tensor; the last: the total
   ParentRows parents;
   int32_t count = 0;
 };
@@ -73,8 +73,8 @@ inline ReorderColumns make_reorder_columns(const CacheRows& rows) {
   return columns;
 }
 
-// The next tensors of the call, from *at on, which is set behind them; empty ones are left out.
-// threads: of a block.
+// The launch of the next tensors from *at on; advances *at past them. Skips empty tensors. threads:
+// of a block.
 inline ReorderLaunch next_reorder_launch(const ReorderCacheParams& params, int64_t* at,
                                          int threads = reorder_cuda_tuning::kThreads) {
   ReorderLaunch launch;
@@ -111,9 +111,9 @@ struct RowCopyMemory {
         readers(parents + rows) {}
 };
 
-// Called by all threads of a block. parent_of(row): its parent, in range. Returns, to all of them,
-// whether a row moves; only then are the copies there, *copy_count of them (in shared memory too),
-// and seen by every thread.
+// Called by all threads of a block. parent_of(row): its parent, in range. Returns to all threads
+// whether a row moves. If one does, the *copy_count copies (in shared memory too) are visible to
+// every thread.
 template <class ParentOf>
 __device__ bool find_row_copies(const RowCopyMemory& memory, int32_t rows, int32_t* copy_count,
                                 ParentOf parent_of) {
@@ -162,7 +162,7 @@ template <class Unit>
 __device__ void reorder_slice(const ReorderColumns& t, int64_t first, const RowCopy* copies,
                               int32_t copy_count) {
   constexpr int kUnits = reorder_cuda_tuning::kUnitsPerThread;
-  unsigned char* column[kUnits];  // null: behind the last one
+  unsigned char* column[kUnits];  // null: past the last one
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     const int64_t unit = first + u * static_cast<int64_t>(blockDim.x) + threadIdx.x;

@@ -1,4 +1,4 @@
-// What the CPU kernel of reorder_cache_ is given, and the kernel at every level.
+// The arguments of the CPU kernel of reorder_cache_, and the kernel at every level.
 #pragma once
 
 #include <cstdint>
@@ -32,5 +32,5 @@ struct ReorderJob {
 }  // namespace lmdecode::kv_cache
 
 LMD_DECLARE_KERNELS(kv_cache,
-                    // Parts [begin, end) of those that the tensors of the job are cut into.
+                    // Parts [begin, end) of the job's tensors.
                     void reorder_cache_parts(const ReorderJob& job, int64_t begin, int64_t end);)

@@ -20,7 +20,7 @@ namespace lmdecode::kv_cache {
 
 struct RingSlots {
   int64_t num_sinks = 0;
-  int64_t capacity = 1;  // slots behind those of the sinks, at least 1
+  int64_t capacity = 1;  // slots after the sinks', at least 1
 
   LMD_HOST_DEVICE int64_t slot(int64_t position) const {
     if (position < num_sinks) return position;

@@ -19,8 +19,8 @@ constexpr int kBlocksPerMultiprocessor = 16;
 
 }  // namespace ring_append_cuda_tuning
 
-// A thread takes units t, t + threads, ...: a unit is what it copies at once of one vector. All
-// units of the keys come first, then those of the values; those of a vector are neighbours.
+// A thread takes units t, t + threads, ...: a unit is the part of a vector that one copy moves. All
+// units of the keys come first, then all of the values; units of a vector are neighbours.
 struct RingAppendLaunch {
   RingCacheAppendParams params;
   int32_t unit_bytes[2] = {};  // 1, 2, 4, 8 or 16

@@ -1,8 +1,8 @@
-// States of sequences that are no positions of a cache: which of them a sequence keeps, in slots
-// that sequences share. docs/reference/kv_cache.md is the user's page of block tables.
+// States of recurrent layers: which of them a sequence keeps, in slots that sequences share.
+// docs/reference/kv_cache.md is the user's page of block tables.
 //
-// A row is a sequence. It keeps the state behind its last token, and behind some tokens before:
-// those that it can go back to. A slot is written once, when it is taken, so that rows that share
+// A row is a sequence. It keeps the state after its last token, and after some earlier tokens, to
+// which it can be truncated. A slot is written once, when it is taken, so that rows that share
 // slots never copy any. Host code on CPU tensors.
 //
 // What a row of a length keeps depends on the length and on prompt_ends alone:
@@ -24,7 +24,7 @@ enum StateCounter { kFreeSlots, kRollback, kInterval, kStateCounters };
 
 struct StateSlots {
   int32_t* positions = nullptr;    // [rows, max_kept], ascending: tokens that the state has seen
-  int32_t* slots = nullptr;        // [rows, max_kept], kNoSlot behind the last one
+  int32_t* slots = nullptr;        // [rows, max_kept], kNoSlot after the last one
   int32_t* prompt_ends = nullptr;  // [rows] length of what was read as a prompt last
   int32_t* ref_counts = nullptr;   // [num_slots] rows that keep the slot
   int32_t* free_slots = nullptr;   // [num_slots], a stack: the first counters[kFreeSlots] hold
@@ -35,21 +35,22 @@ struct StateSlots {
 
   int64_t kept(int64_t row) const;
   bool keeps(int64_t row, int64_t position, int64_t length) const;
-  // The slot of the state behind so many tokens; kNoSlot where it is not kept.
+  // The slot of the state after `position` tokens; kNoSlot if it is not kept.
   int32_t find(int64_t row, int64_t position) const;
 };
 
-// Of `count` tokens behind `length`: how many states are kept. The row's prompt_end must have been
-// set to what it becomes.
+// Number of states kept while appending `count` tokens at `length`. Set the row's prompt_end to its
+// new value first.
 int64_t states_to_keep(const StateSlots& table, int64_t row, int64_t length, int64_t count);
 
-// Takes a slot for a position behind all that the row keeps. There is a free one, and room.
+// Takes a slot for a position after all that the row keeps. Requires a free slot, and room in the
+// row.
 int32_t take_state_slot(const StateSlots& table, int64_t row, int64_t position);
 
 // Releases what a row of this length does not keep.
 void drop_states(const StateSlots& table, int64_t row, int64_t length);
 
-// Releases what lies behind a length, at which the row keeps a state, or 0.
+// Releases the states after a length, which is 0 or one at which the row keeps a state.
 void truncate_states(const StateSlots& table, int64_t row, int64_t length);
 
 // Sets row i to the former row parents.at(i), of as many rows; no state is copied.

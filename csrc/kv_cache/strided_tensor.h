@@ -28,7 +28,7 @@ struct StridedTensor {
     return false;
   }
 
-  // From the first byte to behind the last one, of a tensor that is not empty.
+  // Bytes from the first to the last, of a tensor that is not empty.
   int64_t extent() const {
     int64_t bytes = element_bytes;
     for (const StridedDim& dim : dims) bytes += (dim.size - 1) * dim.stride;
@@ -58,7 +58,7 @@ namespace detail {
 struct BoundedSum {
   struct Term {
     int64_t stride, lowest, highest;
-    int64_t reach_low, reach_high;  // of the terms behind this one
+    int64_t reach_low, reach_high;  // of the terms after this one
   };
   std::vector<Term> terms;  // the largest stride first
   int steps_left = 10000;
@@ -117,7 +117,7 @@ inline bool tensors_share_bytes(const StridedTensor& a, const StridedTensor& b) 
 }
 
 // The rows along batch_dim of a tensor whose elements are apart, with length_dim (-1: none) cut to
-// `length`. False where more than kMaxCacheDims dimensions stay.
+// `length`. False if more than kMaxCacheDims dimensions remain.
 inline bool make_cache_rows(const StridedTensor& tensor, int64_t batch_dim, int64_t length_dim,
                             int64_t length, CacheRows* rows) {
   *rows = CacheRows{};

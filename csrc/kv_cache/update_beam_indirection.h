@@ -2,8 +2,8 @@
 // rows do not move. docs/reference/kv_cache.md is the user's page.
 //
 // Entry (row, position) of the index names the row of the cache that holds this position of the
-// row's sequence. Row r becomes, up to its length, what row parents[r] was, and its entry at the
-// length r itself: the next token of row r is written to row r of the cache.
+// row's sequence. Row r receives the former entries of row parents[r] up to its length; its entry
+// at the length becomes r, as the next token of row r is written to row r of the cache.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,8 @@
 // update_beam_indirection_ on a GPU, in place. docs/reference/kv_cache.md has the semantics.
 //
-// A block owns columns of the table, which nobody else reads or writes: it reads what its rows
-// become, meets, and writes it. No row waits for another, whatever the order of the parents.
+// A block owns columns of the table, which no other block reads or writes. Its threads read the new
+// entries of all rows, meet at a barrier, and write them, so the order of the parents does not
+// matter.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +42,7 @@ inline int64_t beam_indirection_shared_bytes(int64_t rows, int64_t columns) {
   return rows * static_cast<int64_t>(sizeof(BeamIndirectionRow) + columns * sizeof(int32_t));
 }
 
-// The most rows of which a block can have a column.
+// The most rows for which a column fits into a block.
 inline int64_t max_beam_indirection_rows(int64_t shared_bytes) {
   return shared_bytes / beam_indirection_shared_bytes(1, 1);
 }
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(beam_indirection_cuda_tuning::kThreads)
 #if !defined(LMD_PLANT_MISSING_BARRIER)  // a test leaves it out to see that this is noticed
     __syncthreads();
 #endif
-    // What a thread writes it has read itself.
+    // A thread writes the entries that it has read itself.
 #pragma unroll 8
     for (int32_t row = first; row < rows; row += step) {
       const BeamIndirectionRow of_row = known[row];

@@ -23,8 +23,7 @@ enum class GgufType : int32_t {
   kMXFP4 = 39,
 };
 
-// What a type is held as, and the bytes of a block, which is a step of that format; 0: no such
-// type.
+// The format that holds a type, and the bytes of a block, one step of that format. 0: no such type.
 struct GgufBlock {
   LinearFormat format = LinearFormat::kFloat32;
   int64_t bytes = 0;

@@ -43,7 +43,7 @@ constexpr int8_t kNonlinearNumbers[16] = {-127, -104, -83, -65, -49, -35, -22, -
 constexpr int8_t kMicroscaledNumbers[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                             0, -1, -2, -3, -4, -6, -8, -12};
 
-// group 0: the format has no groups. Sizes in bytes are those of one output.
+// group 0: the format has no groups. Sizes are in bytes of one output.
 struct GroupedFormat {
   int32_t group = 0;
   Codes codes = Codes::kNibbles;
@@ -73,7 +73,7 @@ struct GroupedFormat {
   [[gnu::always_inline]] constexpr int32_t step_bytes() const {
     return super_bytes() + step_groups() * group_bytes();
   }
-  // What the number of a code is larger by than the weight's.
+  // Offset subtracted from a code to get its signed value.
   [[gnu::always_inline]] constexpr int32_t middle() const {
     return offsets != Offsets::kNone ? 0 : codes == Codes::kNibbles ? 8 : 128;
   }
@@ -143,7 +143,7 @@ struct GroupedFormat {
   return grouped_format(format).group > 0;
 }
 
-// What a step of one output consists of: numbers as they are stored, elements as codes.
+// A step of one output: scales and minimums as stored, elements as codes.
 struct GroupedStep {
   struct Group {
     uint16_t scale = 0;   // bits of a float, or an int8
@@ -189,7 +189,7 @@ class StepCursor {
   [[gnu::always_inline]] StepCursor(Byte* step, int64_t width, int64_t column)
       : step_(step), width_(width), column_(column) {}
 
-  // Of the next field, of so many bytes.
+  // Returns the next field, of this many bytes.
   [[gnu::always_inline]] Byte* next(int64_t bytes) {
     Byte* const place = step_ + width_ * before_ + column_ * bytes;
     before_ += bytes;

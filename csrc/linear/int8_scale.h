@@ -6,11 +6,11 @@
 namespace lmdecode::LMD_SIMD::linear {
 
 constexpr float kInt8Max = 127.0f;
-// Rows whose magnitudes all lie below count as 0: the factor that scales them would overflow.
+// A row of smaller magnitudes counts as 0: its scaling factor would overflow.
 constexpr float kLeastScaledMagnitude = 0x1p-100f;
 
-// q = round(x * factor), x is about q * scale. Both 0 where all is 0; scale NaN, factor 0 where
-// magnitude_bits, those of the largest |x|, are of inf or NaN.
+// q = round(x * factor), x is about q * scale. magnitude_bits: the bits of the largest |x|. Both
+// are 0 if it is 0; if it is inf or NaN, scale is NaN and factor 0.
 struct Int8Scale {
   float factor = 0.0f;
   float scale = 0.0f;
@@ -25,7 +25,7 @@ struct Int8Scale {
 
 inline uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7fffffffu; }
 
-// Of values[0], values[stride], ...: the bits of the largest magnitude; 0 of none.
+// Returns the bits of the largest magnitude of values[0], values[stride], ...; 0 if count is 0.
 inline uint32_t largest_magnitude_bits(const float* values, int64_t count, int64_t stride) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {

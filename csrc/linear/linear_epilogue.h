@@ -57,8 +57,8 @@ inline F32 load_columns(const float* p, int count) {
   return count >= kLanes ? load(p) : load_part(p, count, 0.0f);
 }
 
-// Vectors that are finished together, so that none waits for the activation of another: with
-// AVX-512 those of a panel. There a call for each row of a panel would take as long as its end.
+// Vectors that are finished together, so that their activations overlap: with AVX-512 a whole
+// panel, where a call for each row of it would take as long as the epilogue itself.
 #if defined(LMD_SIMD_AVX512)
 constexpr int kFinishedTogether = kPanelVectors;
 #define LMD_INLINE_END __attribute__((always_inline)) inline

@@ -1,4 +1,4 @@
-// Which products a format has at the level of this build.
+// The products of each format at the level of this build.
 #pragma once
 
 #include "linear/linear_group_products.h"
@@ -23,8 +23,8 @@ constexpr LinearTile tile_of() {
             Dot::kPhases * static_cast<int32_t>(sizeof(typename Dot::Input))};
 }
 
-// Calls body(Dot{}) for the products of a format. The builds that have their own instructions for
-// some formats hold these alone; that of tiles all but float32.
+// Calls body(Dot{}) for the products of a format. Builds with special instructions for some formats
+// hold these alone; the build with tiles holds all but float32.
 template <class Body>
 inline void with_products([[maybe_unused]] LinearFormat format, const Body& body) {
 #if defined(LMD_SIMD_AVX512_BF16) && !defined(LMD_SIMD_AVX512_AMX)

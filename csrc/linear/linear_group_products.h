@@ -1,9 +1,9 @@
-// The products of weights with a scale for each group, of which grouped_format.h says how they and
-// rows of x lie in memory.
+// The products of weights with a scale for each group. grouped_format.h has the layouts of both
+// factors.
 //
 // The sum of the products of a group, and of its offset, is exact; float(sum) * (scale of the
-// weights * scale of x) is added to the sum of the groups before it by a fused operation, and so
-// is minimum * (scale of x * sum of x) behind it. So the bits are the same at every level.
+// weights * scale of x) is added to the sum of the groups before it by a fused operation, followed
+// by minimum * (scale of x * sum of x), fused too. So the bits are the same at every level.
 #pragma once
 
 #include <type_traits>
@@ -259,7 +259,7 @@ struct GroupVectors {
 };
 #endif
 
-// What precedes the elements of a group of x.
+// The fields in front of the elements of a group of x.
 struct GroupInput {
   float scale;
   union {
@@ -325,7 +325,7 @@ struct GroupProducts : GroupVectors {
     }
   }
 
-  // What the sum of a group starts from.
+  // The initial value of the sum of a group.
   static Sum offset_of([[maybe_unused]] const GroupInput& x, [[maybe_unused]] const char* group,
                        [[maybe_unused]] int j) {
     if constexpr (kHasMinimums) {

@@ -1,8 +1,9 @@
-// Sums of a block of rows and a panel by tiles of the matrix units: the panels of other levels,
-// whose steps along the depth are the rows of a tile of weights.
+// Sums of a block of rows and a panel by tiles of the matrix units: the same panels as at other
+// levels; a step along the depth is a row of a tile of weights.
 //
 // A sum starts from 0; each 16 steps (32 bfloat16 numbers, 64 bytes) are one product of tiles, and
-// are added in their order, whatever the rows beside it. What a depth lacks to 16 steps is zeros.
+// are added in their order, independent of the rows beside it. The depth is padded with zeros to 16
+// steps.
 #pragma once
 
 #include "linear/linear_formats.h"
@@ -31,7 +32,7 @@ struct RowTiles {
   int64_t first_row(int64_t tile) const { return tile + 1 < count ? tile * height : rows - height; }
   // Rows of a tile that the one before it has.
   int64_t repeated(int64_t tile) const { return tile * height - first_row(tile); }
-  // Where a row lies in tiles one after the other, of count * height rows: at most 16 count.
+  // The place of a row in consecutive tiles of count * height rows.
   int64_t place(int64_t row) const {
     const int64_t last = (count - 1) * height;
     return row < last ? row : row + repeated(count - 1);
@@ -51,7 +52,7 @@ struct WeightTiles {
   const char* first;
   int64_t count;
   const char* rest;   // one more tile, its last steps zeros, or null
-  const char* ahead;  // what is fetched meanwhile: lines [first_line, last_line) of tiles from here
+  const char* ahead;  // prefetched meanwhile: lines [first_line, last_line) of tiles from here
   int first_line, last_line;
 };
 
@@ -199,7 +200,7 @@ inline TileConfig group_tile_config(const RowTiles& tiles) {
   return config;
 }
 
-// What is subtracted from each byte of a quad: the zero of its output, at most 16, or the middle.
+// Subtracted from each byte of a quad: the zero of its output, at most 16, or the middle.
 template <class Dot>
 inline __m512i code_zeros(const char* group, int j) {
   if constexpr (Dot::kHasZeros) {
@@ -305,8 +306,8 @@ inline void add_scaled(const PanelGroup& at, const char* x, int64_t row_bytes, i
 
 // sums [rows, 64] += `steps` steps, the weights of which begin at `weights`, and the inputs of the
 // rows at `input_at`; from 0, if first. Some tiles of rows, whose sums stay in L1, pass over all
-// groups before the next. While the tiles multiply, vectors scale the products before them: these
-// wait for nothing that was just begun.
+// groups before the next. While the tiles multiply, vectors scale the products of the previous
+// group, so that neither waits for the other.
 template <class Dot>
 void add_groups_by_tiles(const LinearInput& input, const RowTiles& tiles, int64_t input_at,
                          const char* weights, int64_t steps, bool is_first, float* sums) {

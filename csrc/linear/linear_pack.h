@@ -272,10 +272,10 @@ inline F32 minimum_code(F32 value, F32 minimum, F32 factor) {
   return round_even(at_most(max(splat(0.0f), steps), splat(15.0f)));
 }
 
-// Of some ways to cut the distance from the least to the largest number that with the least squared
-// error: each gives codes, a line through them by least squares, rounded to float16, and new codes
-// by that line. An error counts as much as its number is large, and as the numbers are on average.
-// Sums go from the first element on.
+// Tries kMinimumCandidates steps for the range from the least to the largest number, and keeps the
+// one with the least squared error. Each gives codes; a line is fitted to them by least squares,
+// rounded to float16, and gives new codes. An error is weighted by the magnitude of its number plus
+// the average one. Sums run from the first element on.
 inline void choose_minimums(const F32* values, int count, MinimumGroups* groups) {
   const F32 zero = splat(0.0f), one = splat(1.0f), size = splat(static_cast<float>(count));
   F32 least = values[0], most = values[0], magnitudes = zero, checked = zero;

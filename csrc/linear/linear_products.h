@@ -1,4 +1,4 @@
-// The products of each format, at the level of this build: what lies along the depth of a panel,
+// The products of each format, at the level of this build: the layout along the depth of a panel,
 // and how it is multiplied and added.
 //
 //   kValues         elements of in_features that one step along the depth takes
@@ -141,8 +141,8 @@ struct BFloat16Pairs : FloatSums {
 };
 #endif
 
-// Pairs of int8, widened to 16 bits: the sum of two products is exact in 32 bits, where that of
-// pmaddubsw would saturate. Inputs are pairs of 16 bits.
+// Pairs of int8, widened to 16 bits: the sum of two products is exact in 32 bits, where pmaddubsw
+// would saturate. Inputs are pairs of 16 bits.
 struct Int8Pairs {
   using Scalar = int32_t;
   using Input = uint32_t;

@@ -1,4 +1,4 @@
-// How the packed matmul is cut to the machine: what it computes does not depend on these.
+// Tuning numbers of the packed matmul. They change speed, never a result.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +18,10 @@ constexpr int kGroupTileRows = 4;
 constexpr int64_t kGroupChainElements = 2048;
 constexpr int64_t kGroupPrefetchBytes = 12288;
 
-// Of products of tiles, not yet tuned on a machine that has them: rows up to which weights with
-// groups are multiplied by vectors; tiles of weights along the depth that all rows meet before the
-// next, of which half, 32 KB, shall stay in L1; how far ahead up to 16 rows fetch; tiles of rows
-// whose sums, 4 KB each, stay in L1 while groups pass.
+// Products of tiles, not yet tuned on a machine that has them: rows up to which weights with groups
+// are multiplied by vectors; tiles of weights along the depth that all rows meet before the next,
+// of which half, 32 KB, are to stay in L1; how far ahead up to 16 rows fetch; tiles of rows whose
+// sums, 4 KB each, stay in L1 while groups pass.
 constexpr int64_t kGroupVectorRows = 4;
 constexpr int64_t kMatrixChainTiles = 16;
 constexpr int64_t kMatrixPrefetchBytes = 8192;

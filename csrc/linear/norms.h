@@ -21,7 +21,7 @@ struct NormParams {
   int64_t rows = 0;
   int64_t size = 0;
   const float* gamma = nullptr;  // [size]; null: 1
-  const float* beta = nullptr;   // [size]; null: 0; of layer_norm alone
+  const float* beta = nullptr;   // [size]; null: 0; for layer_norm alone
   float eps = 0.0f;
 };
 

@@ -73,7 +73,7 @@ void layer_norm_rows(const NormParams& p, int64_t begin, int64_t end) {
     const float* const x = p.x + row * p.x_stride;
     const double sum = sum_of_row(x, p.size, 0.0f, [](RowSum* to, F32 value) { to->add(value); });
     const float mean = static_cast<float>(sum / static_cast<double>(p.size));
-    // What the row lacks to whole vectors is its mean, and adds nothing.
+    // The tail is padded with the mean, so it contributes 0.
     const double squares = sum_of_row(
         x, p.size, mean, [mean](RowSum* to, F32 value) { to->add_square(value - splat(mean)); });
     scale_row(p, x, mean, norm_factor(squares, p.size, p.eps), p.y + row * p.y_stride);

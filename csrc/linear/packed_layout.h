@@ -1,4 +1,4 @@
-// Where things lie in a packed weight.
+// The layout of a packed weight.
 //
 //   PackedHeader                             64 bytes: tells a packed weight from other bytes
 //   panels   [panels, depth, width, values]  panels of `width` outputs, padded with 0; along the
@@ -27,8 +27,8 @@ struct LinearTile {
   int32_t input_bytes;  // of a row of x in one step
 };
 
-// What kInt8 raises inputs by, where a step takes so many values: quads of bytes are multiplied
-// without the sign of one.
+// Offset added to inputs of kInt8, by the values of a step: products of quads take one factor
+// unsigned.
 constexpr int32_t int8_input_offset(int32_t values) { return values == 4 ? 128 : 0; }
 
 struct alignas(64) PackedHeader {
@@ -68,7 +68,7 @@ struct PackedLayout {
   }
 
  private:
-  // Of so many values of one output: of a step, where there are groups.
+  // Bytes of this many values of one output; of a step, if the format has groups.
   [[gnu::always_inline]] static constexpr int64_t bytes_of(LinearFormat format, int64_t values) {
     if (is_grouped(format)) return grouped_format(format).step_bytes();
     return values * (is_int8_row(format) ? 1 : format == LinearFormat::kBFloat16 ? 2 : 4);

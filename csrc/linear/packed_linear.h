@@ -1,27 +1,23 @@
 // packed_linear: y = activation(x W^T + bias) * multiplier + residual, with W packed once.
 //
 // Rows of x and y are f32; W is held as f32, as bfloat16, as int8 with a scale for each output, or
-// as four or eight bits with a scale for each group along in_features:
-//   kFloat32   products and sums in f32.
-//   kBFloat16  x and W rounded to bfloat16 (nearest, ties to even); products and sums in f32. On
-//              processors that multiply pairs, subnormal numbers count as 0.
-//   kInt8      x is rounded row by row, W output by output, to whole multiples of their largest
-//              magnitude / 127. The products are summed exactly, in integers. A row of x, or an
-//              output's row of W, that holds NaN or inf gives NaN.
-//   others     W is scale * number, or scale * number + minimum, with a scale and a minimum for
-//              each group of elements. x is rounded group by group, as kInt8 rounds rows. The
-//              products of a group are summed exactly; the groups are added in their order, each by
-//              a fused multiplication and addition, and so is minimum * sum of x behind it. NaN and
-//              inf as for kInt8.
+// as four or eight bits with a scale for each group along in_features: kFloat32   products and sums
+// in f32. kBFloat16  x and W rounded to bfloat16 (nearest, ties to even); products and sums in f32.
+// On processors that multiply pairs, subnormal numbers count as 0. kInt8      x is rounded row by
+// row, W output by output, to whole multiples of their largest magnitude / 127. The products are
+// summed exactly, in integers. A row of x, or an output's row of W, that holds NaN or inf gives
+// NaN. others     W is scale * number, or scale * number + minimum, with a scale and a minimum for
+// each group of elements. x is rounded group by group, as kInt8 rounds rows. The products of a
+// group are summed exactly; the groups are added in their order, each by a fused multiplication and
+// addition, then minimum * sum of x likewise. NaN and inf as for kInt8.
 //
 // Formats with "rotated" in their name do the same after the rotation of linear/rotation.h, of W
 // once and of each x.
 //
 // A row of y depends only on its row of x, not on other rows, their number, the threads or the
-// panels that a call computes. Sums run along in_features, in chains of so many elements that
-// start at 0; the sums of the chains are added in order. f32 and bfloat16 are bitwise the same on
-// every machine that runs the same level; other formats, up to their activation function, at every
-// level.
+// panels that a call computes. Sums run along in_features, in chains of a fixed length that start
+// at 0; the sums of the chains are added in order. f32 and bfloat16 are bitwise the same on every
+// machine that runs the same level; other formats, up to their activation function, at every level.
 #pragma once
 
 #include <cstddef>
@@ -148,8 +144,8 @@ struct LinearInput {
   }
 };
 
-// Scratch in bytes of prepare_linear_input() for so many rows or fewer. 0 for kFloat32 if rows are
-// contiguous: these are read in place.
+// Bytes of scratch that prepare_linear_input() needs for up to this many rows. 0 for kFloat32 if
+// rows are contiguous: they are read in place.
 size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows,
                           int64_t element_stride = 1);
 
@@ -175,7 +171,7 @@ struct LinearOutput {
   const float* residual = nullptr;  // [rows, out_features]
   int64_t residual_stride = 0;
 
-  // What is left behind the first columns, for other weights.
+  // The columns from `column` on, for other weights.
   LinearOutput from_column(int64_t column) const {
     LinearOutput rest = *this;
     rest.y += column;

@@ -44,7 +44,7 @@ void multiply_block(const LinearKernels& kernels, const PackedLinear& linear,
   kernels.multiply(linear, input.slice(first, last), rows_of(output, first), begin, end);
 }
 
-// Rows of x are prepared in so many parts at most, each with a row of its own to rotate in.
+// The most parts in which rows of x are prepared, each with scratch for one rotated row.
 int64_t prepared_parts(int64_t rows) {
   return std::min<int64_t>(kPreparedParts, (rows + kPreparedRows - 1) / kPreparedRows);
 }
@@ -285,7 +285,7 @@ LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t ro
 
 namespace {
 
-// What a panel takes for each row of x, where its weights are in the cache.
+// Time of a panel for each row of x, its weights in the cache.
 double row_nanoseconds_of_panel(const PackedLinearShape& shape, const PackedLayout& layout) {
   if (!is_grouped(shape.format)) {
     return static_cast<double>(layout.panel_bytes) / kProductBytesPerNanosecond;

@@ -36,7 +36,7 @@ void for_chains(const PackedLayout& layout, const char* weights, const Add& add)
   } while (at < layout.depth);
 }
 
-// Panels [begin, end): add(layout, weights, sums) gives the sums of a panel, those of a row at
+// Panels [begin, end): add(layout, weights, sums) computes the sums of a panel, a row at
 // place(row).
 template <class Dot, class Add, class Place>
 void multiply_panels(const PackedLinear& linear, const LinearInput& input,
@@ -139,7 +139,7 @@ void pack(const PackedLinearShape& shape, const float* weight, int64_t out_strid
   });
 }
 
-// The same rows, of which one is rotated in scratch.
+// The same rows, one of them rotated in scratch.
 LinearInputRows rotated_row(const LinearInputRows& input, int64_t row, uint32_t* largest) {
   *largest = rotate_input(input.x + row * input.row_stride, input.element_stride, input.in_features,
                           input.rotated);

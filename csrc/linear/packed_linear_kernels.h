@@ -1,4 +1,4 @@
-// The parts of packed_linear that are compiled for each level, and which of them a format takes.
+// The parts of packed_linear that are compiled for each level, and their choice by format.
 #pragma once
 
 #include "linear/packed_layout.h"

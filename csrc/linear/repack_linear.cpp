@@ -21,7 +21,7 @@ struct PackedPlaces {
   int64_t panel(int64_t output) const {
     return static_cast<int64_t>(sizeof(PackedHeader)) + output / tile.width * layout.panel_bytes;
   }
-  // Of element i of an output's row, in formats without groups.
+  // Element i of an output's row, in formats without groups.
   int64_t value(int64_t output, int64_t i) const {
     const int64_t bytes = layout.row_bytes / (tile.width * tile.values);
     return panel(output) + i / tile.values * layout.row_bytes +

@@ -1,4 +1,4 @@
-// repack_linear: a packed weight from the order of one level's kernels to that of another's.
+// repack_linear: reorders a packed weight from the layout of one level's kernels to another's.
 #pragma once
 
 #include "linear/packed_layout.h"

@@ -1,6 +1,7 @@
-// Rotated features, by which rows with few large elements are rounded well: x' = x R, and W' = W R
-// gives x' W'^T = x W^T. R is blocks of Hadamard matrices / sqrt(size) in Sylvester's order, each
-// its own inverse: blocks of 64 features, of what is left one each of 32 and 16; the rest stays.
+// Rotates features, so that rows with few large elements lose less by rounding: x' = x R, and W' =
+// W R gives x' W'^T = x W^T. R is blocks of Hadamard matrices / sqrt(size) in Sylvester's order,
+// each its own inverse: blocks of 64 features, then at most one each of 32 and 16; remaining
+// features stay.
 //
 // One order at every level: a block is multiplied by 1 / sqrt(size), then (a, b) -> (a + b, a - b)
 // of elements 1, 2, 4, ... apart. An element of a rotated row may be up to 8 times the largest of
@@ -13,7 +14,7 @@ namespace lmdecode::linear {
 
 constexpr int64_t kRotatedBlock = 64, kLeastRotatedBlock = 16;
 
-// Size of the block at `at`; 0: what is left stays.
+// Size of the block at `at`; 0: the remaining features stay.
 constexpr int64_t rotated_block(int64_t at, int64_t size) {
   for (int64_t block = kRotatedBlock; block >= kLeastRotatedBlock; block /= 2) {
     if (size - at >= block) return block;

@@ -1,13 +1,13 @@
-// Adaptive-p (llama.cpp's): tokens whose probability is near a target are drawn, and the target
-// moves against what was drawn, so that on average the drawn ones have it. The last thing before
-// the draw: it drops no token, it gives those that are kept other logits.
+// Adaptive-p (llama.cpp's): draws tokens of a probability near a target, and adjusts the target so
+// that drawn tokens have it on average. The last step before the draw: it drops no token, and
+// replaces the logits of those kept.
 #pragma once
 
 #include "common/host_device.h"
 
 namespace lmdecode::sampling {
 
-// Of a token of probability p: near the target as a parabola, far from it as a line.
+// The new logit of a token of probability p: parabolic near the target, linear far from it.
 LMD_HOST_DEVICE float adapted_logit(float p, float target) {
   constexpr float kPeak = 5.0f, kSharpness = 10.0f, kPerWidth = 1.0f / 0.3f;
   const float offset = (p - target) * kPerWidth;
@@ -15,7 +15,7 @@ LMD_HOST_DEVICE float adapted_logit(float p, float target) {
   return kPeak - kSharpness * distance * distance / (1.0f + distance);
 }
 
-// The target of a row whose drawn tokens have this mean probability; 0 where that is no number.
+// The target of a row, from the mean probability of its drawn tokens; 0 if that is NaN.
 LMD_HOST_DEVICE float adapted_target(double target, double mean) {
   const double t = target > 0.0 ? target : 0.0;
   const double adapted = 2.0 * t - mean;

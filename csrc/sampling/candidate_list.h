@@ -90,7 +90,7 @@ inline uint64_t mass_from(const uint32_t* key, const uint64_t* mass, int64_t siz
   return sum.total();
 }
 
-// Keeps the candidates whose key is >= bound; of those at the bound itself the first `ties` only.
+// Keeps the candidates whose key is >= bound; at the bound itself, only the first `ties`.
 inline void keep_from(CandidateList* list, uint32_t bound, int64_t ties) {
   const U32 b = splat_u32(bound);
   int64_t out = 0;
@@ -149,8 +149,8 @@ struct MassCut {
 };
 
 // The key at which the masses, added in descending order of keys, reach `target`: 1 <= target <=
-// mass of all. Long lists are cut by histograms of 8 bits of the key at a time, so at most four
-// passes over what is left; short ones by bisection. Narrows copies in the spare arrays; the list
+// mass of all. Long lists are cut by histograms of 8 bits of the key at a time, in at most four
+// passes, each over the rest; short ones by bisection. Narrows copies in the spare arrays; the list
 // stays as it is.
 inline MassCut find_mass_cut(const CandidateList& list, uint64_t target) {
   const uint32_t* key = list.key;
@@ -215,8 +215,8 @@ struct TieCut {
   uint64_t mass = 0;
 };
 
-// Of the candidates with this key, the first in token order (the last ones where high_index_first)
-// whose masses reach `target`.
+// Among the candidates with this key, the first in token order (the last ones where
+// high_index_first) whose masses reach `target`.
 inline TieCut cut_ties(const CandidateList& list, uint32_t key, uint64_t target,
                        bool high_index_first) {
   constexpr int64_t kChunk = 16 * kLanes;

@@ -1,4 +1,4 @@
-// What the systems that top_k_top_p_sample can imitate do differently, point by point.
+// How the systems that top_k_top_p_sample can imitate differ, point by point.
 // docs/reference/sampling.md has the table.
 #pragma once
 

@@ -11,7 +11,7 @@ struct DraftedToken {
   int64_t token;
   const float* logits;  // [vocab] that it was drawn from by softmax; null: it was certain
   TokenWeight rule;     // of these
-  uint64_t mass;        // of all of them
+  uint64_t mass;        // of all tokens
 
   LMD_HOST_DEVICE uint64_t mass_of(int64_t other) const {
     if (logits == nullptr) return other == token ? mass : 0;
@@ -28,7 +28,7 @@ LMD_HOST_DEVICE bool is_accepted(uint64_t u, Wide a, Wide b) {
   return high < b;
 }
 
-// Of the token that comes instead of a rejected one.
+// The noise of the token that replaces a rejected one.
 LMD_HOST_DEVICE double rejection_noise(int64_t seed, int64_t position, uint32_t token) {
   return exponential_noise(noise_word(seed, position, token, 4),
                            noise_word(seed, position, token, 5));

@@ -5,7 +5,7 @@
 
 namespace lmdecode::sampling {
 
-// logit / temperature; infinite logits stay what they are, whatever the temperature.
+// logit / temperature; infinite logits stay infinite at every temperature.
 LMD_HOST_DEVICE float tempered(float logit, float temperature) {
   const uint32_t magnitude = bits_of(logit) & 0x7fffffffu;
   return magnitude == 0x7f800000u ? logit : logit / temperature;

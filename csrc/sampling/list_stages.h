@@ -1,5 +1,5 @@
-// The stages on a list of candidates, each of which keeps a part of it; what top_k_top_p_sample and
-// the sampler family share. A kernel header: see simd/vec.h.
+// Stages on a list of candidates, shared by top_k_top_p_sample and the sampler. Each keeps a part
+// of the list. A kernel header: see simd/vec.h.
 #pragma once
 
 #include "sampling/kept_set.h"
@@ -7,7 +7,7 @@
 #include "sampling/row_passes.h"
 #include "sampling/token_choice.h"
 
-// Where top-p cuts a row: the guess before, and what is kept.
+// ---- the cut of top-p: the guess, and the kept part
 
 namespace lmdecode::sampling {
 
@@ -25,12 +25,12 @@ struct ListCut {
   uint64_t mass;
 };
 
-// What top-p keeps of the row.
+// The part of the row that top-p keeps.
 struct RowCut {
   KeptSet set;
   int64_t kept;   // tokens, -1 where not counted
   uint64_t mass;  // of the kept tokens, 0 where not summed
-  bool listed;    // the list holds all of them
+  bool listed;    // the list holds all kept tokens
 };
 
 }  // namespace lmdecode::sampling
@@ -68,8 +68,8 @@ inline float sample_quantile(const float* sample, int size, int rank) {
   return value_of_key(static_cast<uint32_t>(low));
 }
 
-// What to look for: the first k tokens by logit / temperature of those with a logit >= floor, all
-// that tie with the k-th where keep_ties.
+// Selects the first k tokens by logit / temperature among logits >= floor; with keep_ties also all
+// that tie with the k-th.
 struct TopKRule {
   int64_t k;  // 1 <= k
   float temperature;
@@ -184,8 +184,8 @@ class ListStages {
     }
   }
 
-  // The smallest prefix of mass >= p of the list (> p where strict); whole: what 1 is, 0: the mass
-  // of the list.
+  // The smallest prefix of mass >= p of the list (> p where strict); whole: the mass that counts as
+  // 1; 0: the mass of the list.
   void keep_top_p(float p, bool strict, bool high_index_first, uint64_t whole) {
     make_keys(&list_, temperature_);
     make_masses(&list_, rule_);
@@ -219,7 +219,7 @@ class ListStages {
     list_.size = 1;
   }
 
-  // The lowest logit whose value has this key or a larger one, and counts at all.
+  // The lowest logit, at least floor, with a value of this key or a larger one.
   float logit_of_key(uint32_t key) const { return larger(lowest_logit(key, temperature_), floor_); }
 
   CandidateList list_;

@@ -25,8 +25,8 @@ class ProbabilityFilters : public ListStages {
     return weights_of(total_mass(list_), surprise_mass());
   }
 
-  // The same for a whole row, whose largest logit is that of the rule, and finite; surprise only
-  // on request.
+  // The same for a whole row; its largest logit must be the rule's, and finite. Computes the
+  // surprise only on request.
   template <bool kSurprise, class T>
   RowWeights weigh_row(const T* x, int64_t n) const {
     const F32 m = splat(rule_.max), f = splat(rule_.factor), tiny = splat(0x1p-126f);
@@ -182,7 +182,7 @@ class ProbabilityFilters : public ListStages {
     const int64_t padded = round_up_to_lanes(list_.size);
     for (int64_t i = list_.size; i < padded; ++i) surprise[i] = 0;
     const KeyRange range = key_range(list_.key, list_.size);
-    // Invariant: the terms of keys >= high sum to at most `most`, those of keys >= low to more.
+    // Invariant: the terms of keys >= high sum to at most `most`, the terms of keys >= low to more.
     uint64_t low = range.low, high = static_cast<uint64_t>(range.high) + 1;
     uint64_t mass = 0, exponents = 0;  // of keys >= high
     while (high - low > 1) {
@@ -217,7 +217,7 @@ class ProbabilityFilters : public ListStages {
     const double all = terms(w.mass, w.surprise), most = share * all;
     if (!(all > most)) return false;
     // A token below probability p < 1 / e has a term of at most -p log(p): all n such terms sum to
-    // no more than what is left out.
+    // no more than the part left out.
     const double part = (all - most) / static_cast<double>(n);
     double p = part;
     for (int i = 0; i < 4 && p > 0.0 && p < 0.3; ++i) p = part / -log_f64(p);
@@ -231,14 +231,14 @@ class ProbabilityFilters : public ListStages {
     return false;
   }
 
-  // The smallest set of mass >= p, of the tokens whose surprise is nearest to the entropy.
+  // The smallest set of mass >= p, of the tokens with the surprise nearest to the entropy.
   void keep_typical(double p, bool keep_ties) {
     const RowWeights w = weigh();
     cut_typical(w, typical_target(p, w.mass), keep_ties, /*beyond=*/0);
   }
 
-  // Keeps the part of the list, whose mass reaches target, that makes up the target. False if
-  // unlisted tokens may belong to it: `beyond` is a key of such tokens. Needs masses.
+  // Keeps the part of the list that makes up the target mass; the mass of the list reaches it.
+  // False if unlisted tokens may belong to it: `beyond` is a key of such tokens. Needs masses.
   bool cut_typical(const RowWeights& w, uint64_t target, bool keep_ties, uint32_t beyond) {
     make_distance_keys(w);
     const MassCut cut = find_mass_cut(list_, target);

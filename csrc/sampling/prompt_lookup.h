@@ -1,5 +1,5 @@
-// prompt_lookup: what a text may go on with, by what stood behind the same tokens earlier.
-// docs/reference/sampling.md is the user's page.
+// prompt_lookup: proposes a continuation of a text: the tokens that followed its last tokens
+// earlier on. docs/reference/sampling.md is the user's page.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct PromptLookupParams {
   int64_t max_ngram = 1;             // tokens that are compared, at most
   const int64_t* tokens = nullptr;   // [batch, capacity]
   const int64_t* lengths = nullptr;  // [batch]: 0 to capacity
-  int64_t* proposed = nullptr;       // [batch, num_tokens]; -1 behind the proposal
+  int64_t* proposed = nullptr;       // [batch, num_tokens]; -1 after the proposal
 };
 
 void prompt_lookup_cpu(const PromptLookupParams& params);

@@ -15,7 +15,8 @@ int64_t common_suffix(const int64_t* text, int64_t length, int64_t end, int64_t 
   return count;
 }
 
-// Where the continuation begins: behind the earliest of the longest suffixes; `length`: nowhere.
+// Start of the continuation: after the earliest match of the longest suffix; `length` if there is
+// no match.
 int64_t find_continuation(const int64_t* text, int64_t length, int64_t max_ngram) {
   int64_t best = 0, found = length;
   if (length == 0) return found;

@@ -1,6 +1,6 @@
-// Where a sum over the tokens of a row, taken in descending order of a key, reaches a target: a
-// descent over the digits of the key, one histogram a digit. Amounts are integers, so the order in
-// which they are added does not matter.
+// Finds the key at which a sum over the tokens of a row, in descending order of keys, reaches a
+// target: a descent over the digits of the key, one histogram a digit. Amounts are integers, so the
+// order in which they are added does not matter.
 #pragma once
 
 #include "common/cuda_intrinsics.cuh"
@@ -35,7 +35,7 @@ struct ValueClass {
   float lowest, above;
 };
 
-// Of the class of `logit`. All lanes of the warp, same values.
+// The class of `logit`. Called by all lanes of the warp, with the same values.
 __device__ inline ValueClass class_of(float logit, float temperature) {
   const uint32_t key = order_key(tempered(logit, temperature));
   return {find_lowest_logit(key, temperature), key == kPlusInfinityKey
@@ -43,8 +43,8 @@ __device__ inline ValueClass class_of(float logit, float temperature) {
                                                    : find_lowest_logit(key + 1, temperature)};
 }
 
-// Tokens of a row: those of `set`, below the value `below` (NaN: no limit), without those of `done`
-// if there is such a set.
+// Tokens of a row: those of `set`, below the value `below` (NaN: no limit), without the tokens of
+// `done`, if given.
 struct TokenRange {
   KeptSet set;
   float below = float_of(0x7fc00000u);
@@ -90,7 +90,7 @@ __device__ inline void count_in_bin(RowStorage::Histogram& histogram, uint32_t b
   cuda::schedule_point();
   histogram.low[bin] = old + 1;
 #else
-  atomicAdd(&histogram.low[bin], 1u);  // whose result nobody reads: one instruction a warp and bin
+  atomicAdd(&histogram.low[bin], 1u);  // result unused, so it is one instruction a warp and bin
 #endif
 }
 
@@ -112,7 +112,7 @@ __device__ inline void add_amount_to_bin(RowStorage::Histogram& histogram, const
   atomicAdd(&histogram.high[mass.bin], mass.amount >> kLowAmountBits);
 }
 
-// What the words of a bin come to.
+// How the words of a bin are added up.
 enum class BinKind { kCount, kMass, kAmount };
 
 // Bins are read four at a time, so there are four at least.
@@ -146,14 +146,15 @@ __device__ BinGroup group_sums(RowCluster& cluster, unsigned parity, uint32_t gr
   return bins;
 }
 
-// What a thread has of a histogram whose bins are taken from the highest: the sum before its share,
-// of its share, and of all bins.
+// A thread's share of a histogram, from the highest bin down: the sum before the share, of the
+// share, and of all bins.
 struct BinShare {
   uint32_t begin, end;  // groups, counted from the highest
   Word before, sum, total;
 };
 
-// A thread's share of the bins of `width` bits, and what they sum up to. All threads of the block.
+// Computes a thread's share of the bins of `width` bits, and the sums. Called by all threads of the
+// block.
 template <BinKind kKind>
 LMD_OUT_OF_LINE __device__ BinShare share_of_bins(RowCluster cluster, unsigned parity, int width) {
   RowStorage& storage = cluster.storage();
@@ -183,8 +184,8 @@ LMD_OUT_OF_LINE __device__ BinShare share_of_bins(RowCluster cluster, unsigned p
   return share;
 }
 
-// The bin at which the sum from the highest reaches `target`, to the storage, by the thread in
-// whose share it is.
+// Stores the bin at which the sum from the highest reaches `target`; the thread with the bin in its
+// share writes it.
 template <BinKind kKind>
 LMD_OUT_OF_LINE __device__ void find_bin(RowCluster cluster, unsigned parity, int width,
                                          const BinShare share, Word above, Word target) {
@@ -241,7 +242,7 @@ __device__ RowStorage::Histogram& empty_histogram(RowCluster& cluster, int width
 }
 
 // The bin of masses at which the sum over the tokens of `set` reaches target_of(sum of all): one
-// step, of which `key` is the bin.
+// step, `key` being the bin.
 template <class Row, class TargetOf>
 __device__ Descent find_mass_bin(RowCluster& cluster, const Row& row, const KeptSet& set,
                                  const TokenWeight& weight, TargetOf target_of) {

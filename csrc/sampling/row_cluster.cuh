@@ -62,8 +62,7 @@ class RowCluster {
     }
   }
 
-  // Ends the writing half of a phase; the buffers that others may read now are those of the parity
-  // that it returns.
+  // Ends the writing half of a phase; other blocks may now read the buffers of the returned parity.
   __device__ unsigned meet() {
     sync();
     const unsigned parity = parity_;
@@ -106,7 +105,7 @@ class RowCluster {
     Word word[sizeof(Value) / sizeof(Word)];
   };
 
-  // Of `lanes` neighbours, a power of two, the same for each of them.
+  // Combines the values of `lanes` neighbours, a power of two; each gets the result.
   template <class Value, class Combine>
   static __device__ Value combine_lanes(Value value, unsigned lanes, Combine combine) {
 #pragma unroll 1

@@ -15,7 +15,7 @@ struct LogitsOfThreads {
   }
 };
 
-// Whether few of a row's logits reach the k-th of those that are the largest of a thread.
+// Whether the k-th of the threads' largest logits is a bound that few logits of the row reach.
 __device__ inline bool tells_a_bound(Word k, uint32_t threads, uint32_t vocab) {
   return 4 * k <= threads && 4 * threads <= vocab;
 }
@@ -70,8 +70,8 @@ __device__ void keep_listed(RowCluster& cluster, RowSlice<T>& slice, uint32_t ro
   slice.keep(list, ~static_cast<uint32_t>(listed.lowest), static_cast<uint32_t>(listed.highest));
 }
 
-// Leaves of a row's slices what its k largest logits are among, in lists of at most `room`, where
-// k is few against the threads and these against the logits; or leaves all. best: as of
+// Reduces a row's slices to lists, of at most `room` entries, that hold its k largest logits, if k
+// is small against the threads and these against the logits. Else keeps all. best: as of
 // reached_by(). lowest_of(logit): the lowest logit that counts as much as this one.
 template <class T, class LowestOf>
 __device__ void keep_largest(RowCluster& cluster, RowSlice<T>& slice, uint32_t vocab, float best,

@@ -1,4 +1,4 @@
-// The parameters of one row after every rule of its dialect: what CPU and CUDA kernels follow.
+// The parameters of one row with all rules of its dialect applied, for the CPU and CUDA kernels.
 #pragma once
 
 #include "common/exp_weight.h"
@@ -51,8 +51,8 @@ LMD_HOST_DEVICE RowParameters parameters_of_row(const TopKTopPSampleParams& para
   const int64_t k = params.top_k.at(row);
   own.fraction_bits = mass_fraction_bits(params.vocab);
   if (!(temperature >= 0.0f) || top_p != top_p || min_p != min_p) own.status = kStatusParameter;
-  // A temperature that is no number draws nothing at random: it is taken as 0. NaN in top_p or
-  // min_p: the stage is off.
+  // A NaN temperature counts as 0: nothing is drawn at random. NaN in top_p or min_p switches the
+  // stage off.
   if (!(temperature > 0.0f)) {
     own.greedy = true;
     return own;

@@ -57,7 +57,7 @@ class BlockBound<BFloat16> {
     const bool is_positive = bits < 0x80000000u;
     const uint32_t least = is_positive ? (bits + 0xffffu) >> 16 : bits >> 16;
     // x ^ flip >= least ^ flip, unsigned: where the bound is above zero, numbers below it come
-    // first; else the largest magnitude below zero does, and those above zero last.
+    // first; else the most negative number comes first, and positive ones last.
     const uint32_t flip = is_positive ? 0x8000u : 0xffffu;
     flip_ = _mm512_set1_epi16(static_cast<short>(flip));
     least_ = _mm512_set1_epi16(static_cast<short>(least ^ flip));
@@ -94,8 +94,8 @@ class BlockBound<BFloat16> {
 
 using namespace lmdecode::sampling;
 
-// A row as it is. Where tokens of a row count with other values than those in memory, the edits say
-// which tokens are read from memory all the same, and append the others: see RowEdits in sampler_stages.h.
+// A row as it is. Edits replace the logits of some tokens: they tell which tokens are read from
+// memory, and append the others: see RowEdits in sampler_stages.h.
 struct NoEdits {
   static constexpr bool kAny = false;
   uint64_t word(int64_t) const { return ~uint64_t{0}; }  // of the tokens of a block: bit set, read
@@ -123,7 +123,7 @@ struct RowMax {
 };
 
 // on_group(best) gets the largest logits, lane by lane, of each group of `group_blocks` blocks; the
-// last group may be shorter, and tokens behind the last whole block belong to none.
+// last group may be shorter, and tokens after the last whole block belong to none.
 template <class T, class OnGroup>
 RowMax scan_max_groups(const T* x, int64_t n, int64_t group_blocks, OnGroup on_group) {
   F32 top = splat(minus_infinity()), zero = splat(0.0f);
@@ -172,7 +172,7 @@ int64_t count_from(const T* x, int64_t n, float bound) {
   return total;
 }
 
-// The first (or last) token with logit >= bound that the set contains; n where there is none.
+// The first (or last) token of the set with logit >= bound; n if there is none.
 template <class T>
 int64_t find_first(const T* x, int64_t n, float bound, const KeptSet& set) {
   const F32 b = splat(bound);
@@ -225,7 +225,8 @@ struct ChunkFlags {
   alignas(64) uint32_t flag[kChunkBlocks];
   alignas(64) uint32_t number[kChunkBlocks + kLanes];
 
-  // The numbers of the first `blocks` blocks whose flag is not 0, in order; returns how many.
+  // Lists the numbers of the flagged blocks among the first `blocks`, in order. Returns their
+  // count.
   int compact(int blocks) {
     for (int b = blocks; b % kLanes != 0; ++b) flag[b] = 0;
     const U32 zero = splat_u32(0);

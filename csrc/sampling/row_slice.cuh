@@ -106,8 +106,8 @@ class RowSlice {
     }
   }
 
-  // The same row, one logit at a time: for passes that are rare, whose code is not to stand between
-  // that of others eight times.
+  // The same row, one logit at a time: for rare passes, whose code is not to be inlined eight
+  // times.
   struct OneByOne {
     const RowSlice& slice;
     template <class See>
@@ -123,8 +123,8 @@ class RowSlice {
   };
   __device__ OneByOne one_by_one() const { return {*this}; }
 
-  // see(logits, first) for tokens first to first + 3, of which Philox gives one block: NaN in the
-  // place of those that are not of the slice, or of the list.
+  // see(logits, first) for tokens first to first + 3, one Philox block. Tokens outside the slice or
+  // the list are NaN.
   template <class See>
   __device__ void each_quad(See see) const {
     float logits[4];
@@ -157,7 +157,7 @@ class RowSlice {
     }
   }
 
-  // What each() does, of those for which wanted(logit), which are few. There is no list.
+  // each() restricted to wanted(logit), which few logits are. Requires that there is no list.
   template <class Wanted, class See>
   __device__ void each_of(Wanted wanted, See see) const {
     for (uint32_t i = threadIdx.x; i < singles(); i += blockDim.x) {
@@ -180,8 +180,8 @@ class RowSlice {
     }
   }
 
-  // From now on each() sees the tokens of this list alone, whose order keys, in all blocks of the
-  // row, are in [lowest, highest].
+  // Restricts each() to the tokens of this list. Their order keys, in all blocks of the row, are in
+  // [lowest, highest].
   __device__ void keep(const RowList& list, uint32_t lowest, uint32_t highest) {
     list_ = &list;
     listed_ = list.size;

@@ -58,7 +58,7 @@ void verify_row(const SamplerVerifyParams& v, SamplerStepParams* step, int64_t r
   uint8_t status = 0;
   int64_t accepted = 0, node = -1;
   for (;;) {
-    // The first draft behind this one; with a chain the next one alone.
+    // The first child of this draft; in a chain, the next draft.
     const auto next_child = [&](int64_t after) {
       if (v.parents == nullptr) return after == node + 1 && after < drafts ? after : drafts;
       while (after < drafts && v.parents[row * v.drafts + after] != node) ++after;

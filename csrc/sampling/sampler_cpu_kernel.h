@@ -1,8 +1,8 @@
 // One row of a sampler's step on the CPU, compiled once for each CPU capability. See simd/vec.h.
 //
-// Where top-k is the first filter, the row is streamed once into a short list, past the tokens that
-// penalties and rules touch, which find their places in it afterwards. Where top-k, top-p and min-p
-// are all there is, the row is one of top_k_top_p_sample. Else all tokens are listed.
+// Where top-k is the first filter, the row is streamed once into a short list, without the tokens
+// that penalties and rules touch, which are inserted afterwards. If top-k, top-p and min-p are the
+// only stages, the row runs as in top_k_top_p_sample. Else all tokens are listed.
 #pragma once
 
 #include "sampling/adaptive_p.h"
@@ -22,7 +22,7 @@ namespace lmdecode::LMD_SIMD::sampling {
 
 using namespace lmdecode::sampling;
 
-// Logits that say nothing make the draft certain. The list is scratch.
+// A draft without logits, or with all of them -inf or NaN, is certain. The list is scratch.
 inline DraftedToken drafted_token(int64_t token, const float* logits, int64_t n, int fraction_bits,
                                   CandidateList* list) {
   DraftedToken d{token, nullptr, {}, 1};
@@ -209,7 +209,7 @@ class CpuSamplerStep : private SamplerStages {
 
   // ---- the draw
 
-  // Adaptive-p's. The list keeps its tokens, and what they were is beside it.
+  // Replaces the logits by adaptive-p's. The list keeps its tokens, and probabilities() theirs.
   void adapt() {
     make_masses(&list_, rule_);
     float* const p = probabilities();
@@ -299,7 +299,7 @@ class CpuSamplerStep : private SamplerStages {
     }
   }
 
-  // The best tokens of the list, and what they have of the mass.
+  // Writes the best tokens of the list and their log-probabilities.
   void write_top_of_list(uint64_t mass) {
     const int64_t wanted = params_.num_logprobs;
     make_keys(&list_, temperature_);
@@ -313,7 +313,7 @@ class CpuSamplerStep : private SamplerStages {
     write_top(list_.size);
   }
 
-  // Logits above this one, and those before `end` that equal it, it left out.
+  // Number of logits above this one, plus the equal ones before `end`, itself left out.
   int64_t count_before(float chosen, int64_t end) const {
     const int64_t index = params_.index[row_];
     if (!(chosen > minus_infinity())) {  // NaN counts as -inf here, too
@@ -331,7 +331,7 @@ class CpuSamplerStep : private SamplerStages {
       if (i + kLanes <= end) before |= bits(a == c);
       total += count(before);
     }
-    // What whole vectors leave: the ties of the vector that `end` is in, and the last tokens.
+    // The remainder of whole vectors: ties in the vector of `end`, and the last tokens.
     for (int64_t j = end / kLanes * kLanes; j < end && j < i; ++j)
       total += to_float(x_[j]) == chosen;
     for (; i < n_; ++i) {
@@ -398,7 +398,7 @@ class CpuSamplerStep : private SamplerStages {
   const T* x_ = nullptr;
   int64_t row_ = 0;
   const DraftedToken* drafted_ = nullptr;
-  bool drawn_ = false;  // from the list: what follows is the draw's
+  bool drawn_ = false;  // the token was drawn from the list
   float weight_ = 0.0f;
   uint64_t mass_ = 0;
   bool adapts_ = false;       // adaptive-p is on

@@ -34,9 +34,9 @@ struct SamplerDialectRules {
   bool counts_see_prompt = false;  // frequency and presence
   bool keep_max_ties = false;      // where nothing reaches a bound, all that equal the maximum stay
   bool keep_typical_ties = false;
-  int64_t top_h_tokens = 0;        // top-h looks at so many first tokens alone; 0: at all
+  int64_t top_h_tokens = 0;        // top-h considers only this many first tokens; 0: all
   double least_temperature = 0.0;  // below it a row is greedy
-  bool rank_after_ties = false;    // equal logits rank before the chosen one, whatever their index
+  bool rank_after_ties = false;    // equal logits rank before the chosen one, at any index
 };
 
 LMD_HOST_DEVICE SamplerDialectRules sampler_dialect_rules(SamplerDialect dialect) {

@@ -1,4 +1,4 @@
-// What penalties and rules make of the logits of touched tokens.
+// Applies penalties and rules to the logits of touched tokens.
 #pragma once
 
 #include "common/bits.h"
@@ -11,7 +11,7 @@ struct SamplerPenalties {
   float repetition, presence, frequency;
   bool counts_see_prompt;
 
-  // x: the model's logit; bias: of all rules; prompt, output: how often these have the token.
+  // x: the model's logit; bias: of all rules; prompt, output: counts of the token in each.
   LMD_HOST_DEVICE float apply(float x, float bias, uint32_t prompt, uint32_t output) const {
     float y = bias == minus_infinity() ? bias : x + bias;
     if (repetition != 1.0f && prompt + output > 0) y = y < 0.0f ? y * repetition : y / repetition;
@@ -36,11 +36,11 @@ struct TouchedLogits {
   int32_t* suffix;   // [text_capacity] scratch
 };
 
-// The token that the rules force next, -1 where there is none.
+// The token that the rules force next; -1: none.
 int64_t forced_token(const SamplerRowView& view);
 
-// What depends on the text: sequences, n-grams, DRY, and the ban of end tokens. Changes `edited`,
-// which has the rest already.
+// Applies the rules that depend on the text: sequences, n-grams, DRY, and the ban of end tokens.
+// Changes `edited`, to which all others have been applied.
 void apply_text_rules(const SamplerRowView& view, const SamplerPenalties& penalties,
                       const TouchedLogits& logits);
 

@@ -216,7 +216,7 @@ class SamplerRowDraw : protected SamplerRowStages {
     }
   }
 
-  // The best of the tokens of a row for which counts(logit), and what they have of the mass.
+  // Writes the best tokens of a row for which counts(logit), and their log-probabilities.
   template <class Row, class Counts>
   __device__ void write_top_of(const Row& row, Counts counts, const TokenWeight& rule,
                                float temperature, uint64_t mass) {
@@ -284,16 +284,16 @@ class SamplerRowDraw : protected SamplerRowStages {
   const DraftedToken* drafted_ = nullptr;
   uint8_t status_ = 0;
   int64_t index_ = 0, kept_ = 0;
-  bool drawn_ = false;  // from what the stages left: what follows is the draw's
+  bool drawn_ = false;  // the token was drawn from what the stages left
   float weight_ = 0.0f;
   uint64_t mass_ = 0;
   float probability_ = 0.0f;  // of the drawn token, before adaptive-p
   float logprob_ = 0.0f;
 };
 
-// A row of a Sampler on a GPU: what sampling/sampler_cpu_kernel.h is on the CPU, with the same
-// results bit for bit. One block of threads works on a row; what depends on the text, and the
-// state, is the work of its first thread, by the functions that the CPU has.
+// A row of a Sampler on a GPU: the counterpart of sampling/sampler_cpu_kernel.h, with the same
+// results bit for bit. A block of threads works on a row; its first thread runs the text rules and
+// updates the state, with the same functions as the CPU.
 
 LMD_OUT_OF_LINE __device__ inline void apply_rules_of_text(const SamplerRowView& view,
                                                            const SamplerPenalties& penalties,
@@ -359,8 +359,8 @@ class CudaSamplerStep : private SamplerRowDraw {
     return finish_nothing(kStatusRefused);
   }
 
-  // What the rule of rejection needs to know of a draft's logits, null where it was certain; so it
-  // is too where they say nothing.
+  // The input of the rejection rule from a draft's logits. A draft without logits, or with all of
+  // them -inf or NaN, is certain.
   __device__ DraftedToken drafted_token(int64_t token, const float* logits) {
     DraftedToken d{token, nullptr, {}, 1};
     if (logits == nullptr) return d;
@@ -441,7 +441,7 @@ class CudaSamplerStep : private SamplerRowDraw {
     return {-1, status};
   }
 
-  // Logits above the chosen one, and those of its ties that come before it.
+  // Number of logits above the chosen one, plus its ties that rank before it.
   __device__ int64_t count_before(float chosen) {
     const int64_t end = rules_.rank_after_ties ? n_ : index_;
     const bool is_number = chosen > minus_infinity();  // NaN counts as -inf here, too
@@ -474,7 +474,7 @@ class CudaSamplerStep : private SamplerRowDraw {
     if (threadIdx.x == 0) params_.logprob[row_] = logprob;
   }
 
-  // Of the logits as they came; the chosen one's.
+  // Writes the top log-probabilities of the unedited logits. Returns the chosen token's.
   __device__ float write_raw_top(float chosen) {
     const LargestLogit found = largest_of(raw_);
     if (!found.any) {
@@ -535,7 +535,7 @@ __device__ void verify_row(const SamplerVerifyParams& v, int64_t row, CudaSample
       if (threadIdx.x == 0) tokens[0] = -1;
       break;
     }
-    // The first draft behind this one; with a chain the next one alone.
+    // The first child of this draft; in a chain, the next draft.
     const auto next_child = [&](int64_t after) {
       if (v.parents == nullptr) return after == node + 1 && after < drafts ? after : drafts;
       while (after < drafts && v.parents[row * v.drafts + after] != node) ++after;

@@ -1,4 +1,4 @@
-// What a row of a Sampler asks for: the parameters of its plain stages, and which stages are on.
+// The parameters of the plain stages of a row of a Sampler, and which stages are on.
 #pragma once
 
 #include "sampling/row_parameters.h"
@@ -23,7 +23,7 @@ LMD_HOST_DEVICE TopKTopPSampleParams plain_params(const SamplerRow& row,
   return p;
 }
 
-// counted: what each stage leaves is wanted.
+// counted: the count after each stage is an output.
 LMD_HOST_DEVICE void stages_of_row(const SamplerRow& row, const RowParameters& parameters,
                                    bool counted, bool (&on)[kSamplerStages]) {
   using S = SamplerStage;

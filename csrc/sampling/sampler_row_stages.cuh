@@ -1,8 +1,8 @@
 // The stages of a row of a Sampler on a GPU: one block of threads a row. The same results, bit for
 // bit, as sampling/sampler_stages.h, the CPU's.
 //
-// Every stage is reductions of integers over the tokens that are left, f64 arithmetic on what they
-// come to (stage_math.h), the same in all threads, and a pass that drops tokens.
+// Every stage consists of integer reductions over the remaining tokens, f64 arithmetic on the sums
+// (stage_math.h), the same in all threads, and a pass that drops tokens.
 #pragma once
 
 #include "common/cuda_intrinsics.cuh"
@@ -25,7 +25,7 @@ struct FourLogits {
   __device__ void shift() { first = second, second = third, third = fourth; }
 };
 
-// As they came: of dtype T, any stride.
+// Unedited logits of dtype T, any stride.
 template <class T>
 struct RawRow {
   const T* x;
@@ -37,7 +37,7 @@ struct RawRow {
   // see(logit, token) for each logit, once, by any thread.
   template <class See>
   __device__ void each(See see) const {
-    const RawRow row = *this;  // in registers, whatever see() writes
+    const RawRow row = *this;  // kept in registers, as see() may write
     const auto load = [&](uint32_t token) {
       return row.at(token < row.vocab ? token : threadIdx.x);
     };
@@ -74,7 +74,7 @@ struct EditedRow {
   // see(logit, token) for each token that is left, once, by any thread.
   template <class See>
   __device__ void each(See see) const {
-    const EditedRow row = *this;  // in registers, whatever see() writes
+    const EditedRow row = *this;  // kept in registers, as see() may write
     const auto look = [&](float value_of_token, uint32_t token) {
       if (value_of_token > minus_infinity()) see(row.logit_of(value_of_token), token);
     };
@@ -115,7 +115,8 @@ struct EditedRow {
     });
   }
 
-  // The same; where few stay, passes see these alone from now on. All threads of the block.
+  // The same; if few tokens stay, later passes see a list of these alone. Called by all threads of
+  // the block.
   template <class Drops>
   __device__ void drop_and_list(RowStorage& storage, Drops drops) {
     if (list != nullptr) return drop(drops);
@@ -204,7 +205,7 @@ class SamplerRowStages {
     }
   };
 
-  // What passes read of this object they copy, so that it lies in registers.
+  // Passes copy the members that they read, to have them in registers.
   __device__ Word total_mass() {
     return sum<Number>([rule = rule_](Number& total, float logit, uint32_t) {
              total.value += rule.mass(logit);
@@ -267,7 +268,7 @@ class SamplerRowStages {
     left_.drop([key, key_of = keys()](float logit, uint32_t) { return key_of(logit) < key; });
   }
 
-  // Where few are expected to stay.
+  // For passes that are expected to keep few tokens.
   template <class Drops>
   __device__ void keep_few(Drops drops) {
     left_.drop_and_list(cluster_.storage(), drops);
@@ -276,7 +277,7 @@ class SamplerRowStages {
     keep_few([key, key_of = keys()](float logit, uint32_t) { return key_of(logit) < key; });
   }
 
-  // What a division takes to -inf counts no more.
+  // A logit that the division takes to -inf is dropped.
   __device__ bool change_temperature(float temperature) {
     set_temperature(temperature);
     drop_below(kMinusInfinityKey + 1);
@@ -295,8 +296,8 @@ class SamplerRowStages {
     })));
   }
 
-  // The prefix, in descending order of keys, whose count or mass reaches target_of(that of all); a
-  // target of 0 keeps all. Ties at its end: the first or last ones that reach it, or all.
+  // The prefix, in descending order of keys, whose count or mass reaches target_of(total); a target
+  // of 0 keeps all. Ties at its end: the first or last ones that reach it, or all.
   template <bool kMass, class RankOf, class TargetOf>
   __device__ void keep_prefix(RankOf rank_of, TargetOf target_of, Ties ties) {
     const auto mass_of = [rule = rule_](float logit) -> Word { return rule.mass(logit); };
@@ -326,7 +327,7 @@ class SamplerRowStages {
     });
   }
 
-  // Drops what is not among the k largest by what each thread's largest logit tells.
+  // Drops tokens that cannot be among the k largest, by the threads' largest logits.
   __device__ void drop_below_kth_of_threads(Word k) {
     if (left_.list != nullptr || !tells_a_bound(k, blockDim.x, left_.vocab)) return;
     float best = minus_infinity();
@@ -349,7 +350,7 @@ class SamplerRowStages {
         high_index_first ? Ties::kLast : Ties::kFirst);
   }
 
-  // Keeps values >= the largest one + offset; where that is none, the first token in order, or all
+  // Keeps values >= the largest one + offset; if there is none, the first token in order, or all
   // that equal it.
   __device__ void keep_below_max(double offset, bool keep_ties) {
     const uint32_t key = key_below_max(max_, offset);
@@ -397,8 +398,8 @@ class SamplerRowStages {
     return -(sigmas * standard_deviation(shares, all, static_cast<int64_t>(finite.count)));
   }
 
-  // The prefix whose own terms of the entropy come to at most `share` of it; of the first
-  // max_tokens alone where that is not 0.
+  // Keeps the prefix with entropy terms of at most `share` of the entropy; if max_tokens is not 0,
+  // only of the first max_tokens.
   __device__ void keep_top_h(double share, int64_t max_tokens) {
     if (max_tokens > 0) keep_top_k(max_tokens, /*keep_ties=*/false);
     const RowWeights w = weigh();
@@ -406,7 +407,7 @@ class SamplerRowStages {
     const double most = share * terms(w.mass, w.surprise);
     if (terms(w.mass, w.surprise) <= most) return;
     const KeyOf key_of = keys();
-    // Of the tokens in_prefix(key, token).
+    // The masses of the tokens in_prefix(key, token).
     const auto masses_of = [&](auto in_prefix) {
       return sum<Masses>([=, rule = rule_](Masses& total, float logit, uint32_t token) {
         if (!in_prefix(key_of(logit), token)) return;
@@ -430,7 +431,7 @@ class SamplerRowStages {
         low = middle;
       }
     }
-    // Of the ties at `low`, the tokens below `end` stay; with those below `over` it is too much.
+    // Ties at `low`: tokens below `end` stay; tokens below `over` would exceed `most`.
     const uint32_t cut = static_cast<uint32_t>(low);
     int64_t end = 0, over = n_;
     while (over - end > 1) {
@@ -454,7 +455,7 @@ class SamplerRowStages {
     });
   }
 
-  // The smallest set of mass >= p, of the tokens whose surprise is nearest to the entropy.
+  // The smallest set of mass >= p, of the tokens with the surprise nearest to the entropy.
   __device__ void keep_typical(double p, bool keep_ties) {
     const RowWeights w = weigh();
     const TypicalDistance distance(rule_, w);
@@ -464,7 +465,7 @@ class SamplerRowStages {
                                 keep_ties ? Ties::kAll : Ties::kFirst);
   }
 
-  // Of the tokens of at least this probability, if they are two or more, the last in order stays.
+  // XTC: if two or more tokens reach the threshold, drops all of them but the least likely.
   __device__ void exclude_top_choices(double probability) {
     uint32_t bound = 0;
     if (probability > 0.0) {
@@ -497,8 +498,8 @@ class SamplerRowStages {
   LMD_OUT_OF_LINE __device__ bool run_stages() {
     bool on[kSamplerStages];
     stages_of_row(*state_, parameters_, counts_ != nullptr, on);
-    // As on the CPU: a temperature at the front, and top-k behind it, come before the first look
-    // for the largest logit, but where what each stage leaves is counted.
+    // As on the CPU: a leading temperature and a top-k after it run before the first search for the
+    // largest logit, unless the count after each stage is an output.
     int i = 0;
     bool looks_again = false;
     const auto skip_stages = [&] {

@@ -7,8 +7,7 @@
 #include "sampling/sampler_edits.h"
 #include "sampling/sampler_row_parameters.h"
 
-// A row of logits of which some tokens count with other values than those in memory. A kernel
-// header: see simd/vec.h.
+// ---- a row of logits with edited values for some tokens
 
 namespace lmdecode::LMD_SIMD::sampling {
 
@@ -78,7 +77,7 @@ struct RowEdits {
     }
   }
 
-  // The whole row as it counts, to `out`, without NaN. Reports those of x.
+  // Writes the whole edited row to `out`, without NaN. Returns whether x had one.
   template <class T>
   bool write(const T* x, int64_t n, float* out) const {
     const F32 zero = splat(0.0f), off = splat(minus_infinity());
@@ -117,8 +116,8 @@ struct RowEdits {
   }
 };
 
-// The logits of the touched tokens of a row: as the model gave them, then after penalties. What
-// depends on the text comes after: apply_text_rules().
+// The logits of the touched tokens of a row: from the model, then after penalties. Text rules
+// follow: apply_text_rules().
 template <class T>
 void edit_touched(const T* x, const SamplerRowView& view, const SamplerPenalties& penalties,
                   const TouchedLogits& logits) {
@@ -128,7 +127,7 @@ void edit_touched(const T* x, const SamplerRowView& view, const SamplerPenalties
             frequency = splat(penalties.frequency), zero = splat(0.0f),
             off = splat(minus_infinity());
   const U32 one = splat_u32(1);
-  // Lanes behind the last token compute anything: the arrays have room.
+  // Lanes after the last token hold garbage: the arrays have room for them.
   for (int64_t i = 0; i < count; i += kLanes) {
     const F32 bias = load(view.biases + i);
     const U32 prompt = load(view.prompt_counts + i), output = load(view.output_counts + i);
@@ -183,8 +182,8 @@ class SamplerStages : public ProbabilityFilters {
   template <class T>
   void list_row(const T* x, const RowEdits& edits) {
     first_stage_ = 0;
-    // A temperature keeps the order, so that the stage behind it may be the first. Where what each
-    // stage leaves is to be counted, all are listed.
+    // A temperature keeps the order, so that the stage after it may be the first. If the count
+    // after each stage is an output, all tokens are listed.
     const bool skips = !counts_;
     SamplerStage first = SamplerStage::kTemperature;
     for (int i = 0; skips && i < kSamplerStages; ++i) {
@@ -228,7 +227,7 @@ class SamplerStages : public ProbabilityFilters {
     }
   }
 
-  // Where the stage is one that keeps all from some value on: lists those.
+  // If the stage keeps everything from some value on, lists that.
   template <class R>
   bool list_first(const R* x, SamplerStage stage) {
     const SamplerNumbers& numbers = state_->numbers;
@@ -343,7 +342,7 @@ class SamplerStages : public ProbabilityFilters {
   RowParameters parameters_;
   bool on_[kSamplerStages] = {};
   bool is_plain_ = false;  // top_k_top_p_sample has all that is on
-  int first_stage_ = 0;    // of those that the list has not gone through
+  int first_stage_ = 0;    // the first stage not yet applied to the list
   int32_t* counts_ = nullptr;
   uint8_t status_ = 0;
 };

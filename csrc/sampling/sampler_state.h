@@ -2,9 +2,8 @@
 // a batch is one tensor [batch, bytes], and a row moves by copying its bytes.
 //
 // A row is a SamplerRow, then arrays whose sizes its first three fields give. The touched tokens
-// are those whose logit may count with another value than the model's: the tokens of the rules, and
-// of the text where penalties look at it. A hash table finds them, and a bit for each token of the
-// vocabulary tells the others.
+// may have another logit than the model's: the tokens of the rules, and of the text if penalties
+// depend on it. A hash table finds them; a bitmap of the vocabulary tells which tokens are touched.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +24,7 @@ enum class SamplerDialect : int64_t {
 };
 constexpr int64_t kSamplerDialectCount = 5;
 
-// What a user asks for, in the order of sampler_rows.py.
+// The parameters of a row, in the order of sampler_rows.py.
 struct SamplerIntegers {
   int64_t dialect;
   int64_t seed;  // < 0: no noise
@@ -65,7 +64,7 @@ struct SamplerRow {
   double mu;  // mirostat's state, or adaptive-p's mean: an f32 value
   SamplerIntegers integers;
   SamplerNumbers numbers;
-  int64_t rule_touched;  // of the touched tokens, the first so many are of the rules
+  int64_t rule_touched;  // number of touched tokens that come from rules; they come first
 };
 
 // The rules of a row, int32 numbers: five sizes, then as many of each
@@ -80,7 +79,7 @@ struct SamplerRules {
 };
 constexpr int64_t kRuleSizes = 5;
 
-// Where a row's arrays begin, in bytes.
+// Offsets of a row's arrays, in bytes.
 struct SamplerLayout {
   int64_t vocab, text_capacity, rules_capacity, touched_capacity, slot_bits;
   int64_t text, mu_before, ids, biases, prompt_counts, output_counts, slots, bits, rules, size;
@@ -119,10 +118,10 @@ struct SamplerLayout {
 // One row, and its arrays.
 struct SamplerRowView {
   SamplerRow* row;
-  int32_t* text;            // [text_capacity] prompt, then output, where integers.keeps_text
-  float* mu_before;         // [text_capacity] mu before the token was chosen
-  uint32_t* ids;            // [touched] tokens: of the rules, then of the text, as they came
-  float* biases;            // [touched]
+  int32_t* text;     // [text_capacity] prompt, then output, where integers.keeps_text
+  float* mu_before;  // [text_capacity] mu before the token was chosen
+  uint32_t* ids;     // [touched] tokens: of the rules, then of the text, in order of first use
+  float* biases;     // [touched]
   uint32_t* prompt_counts;  // [touched] how often the prompt has the token
   uint32_t* output_counts;  // [touched] how often the output has it
   uint32_t* slots;          // [2^slot_bits] 1 + place in the arrays, 0 where free
@@ -171,7 +170,7 @@ struct SamplerRowView {
     return r;
   }
 
-  // The place of a token in the table: of the free slot where it is not in it.
+  // The slot of a token in the table, or the free slot where it belongs.
   LMD_HOST_DEVICE uint32_t slot_of(uint32_t token) const {
     const uint32_t mask = (uint32_t{1} << slot_bits) - 1;
     uint32_t slot = (token * 0x9e3779b1u) >> (32 - slot_bits);
@@ -185,7 +184,7 @@ struct SamplerRowView {
     return static_cast<int64_t>(slots[slot_of(static_cast<uint32_t>(token))]) - 1;
   }
 
-  // The same; it is entered where it is new. There is room. A number that is no token: -1.
+  // The same; enters a new token. Requires room. -1 if the number is not a token.
   LMD_HOST_DEVICE int64_t touch(int64_t token) {
     if (token < 0 || token >= row->vocab) return -1;
     const uint32_t slot = slot_of(static_cast<uint32_t>(token));
@@ -236,7 +235,8 @@ struct SamplerRowView {
       const int64_t at = find(text[row->length]);
       if (at < 0) continue;
       --output_counts[at];
-      // What came first here was entered last: the table never has more than text and rules.
+      // A token that this position entered was entered last: forgetting it keeps the table within
+      // text and rules.
       if (at == row->touched - 1 && at >= row->rule_touched &&
           prompt_counts[at] + output_counts[at] == 0) {
         forget_last();
@@ -263,11 +263,11 @@ void sampler_insert_cpu(const SamplerInsertParams& params);
 void sampler_copy_row_cpu(const void* from, const SamplerLayout& from_layout, void* to,
                           const SamplerLayout& to_layout);
 
-// What is wrong with a row that may hold anything, or null: whatever a kernel would trust. A copy
-// of one that is right has a table of its own making.
+// Checks everything that a kernel would trust in a row of arbitrary bytes. Returns the error, or
+// null.
 const char* wrong_row(const void* row, const SamplerLayout& layout);
 
-// What is wrong with rules, or null: sizes, and numbers that are no tokens of the vocabulary.
+// Checks the sizes and tokens of rules. Returns the error, or null.
 const char* wrong_rules(const int32_t* rules, int64_t size, int64_t vocab);
 
 }  // namespace lmdecode::sampling

@@ -20,13 +20,13 @@ void for_each_rule_token(const SamplerRules& rules, const Enter& enter) {
   }
 }
 
-// sum_of: what the table says of a token.
+// sum_of(token): its accumulated bias in the table.
 template <class SumOf>
 void add_biases(const SamplerRules& rules, const SumOf& sum_of) {
   for (int64_t i = 0; i < rules.bias_count; ++i) {
     const float bias = float_of(static_cast<uint32_t>(rules.biases[2 * i + 1]));
     float& sum = sum_of(rules.biases[2 * i]);
-    // A ban stays one, whatever comes to it.
+    // A ban stays a ban: further biases are not added.
     sum = sum == minus_infinity() ? sum : sum + bias;
   }
 }
@@ -144,7 +144,7 @@ void sampler_insert_cpu(const SamplerInsertParams& p) {
   row.active = 1;
   row.integers = p.integers;
   row.numbers = p.numbers;
-  // A target below 0 is none.
+  // A negative target switches adaptive-p off.
   row.mu =
       p.numbers.adaptive_target >= 0.0 ? p.numbers.adaptive_target : 2.0 * p.numbers.mirostat_tau;
   row.rules_size = p.rules_size;

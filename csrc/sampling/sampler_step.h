@@ -34,10 +34,10 @@ struct SamplerStepParams {
   int64_t bitmask_row_stride = 0;
 
   bool accept = true;         // the chosen tokens go on with the sequences
-  bool raw_log_probs = true;  // log-probabilities of the logits as they came, not of what is kept
+  bool raw_log_probs = true;  // log-probabilities of the unedited logits, not of the kept tokens
   int64_t num_logprobs = -1;  // < 0: none; the chosen token's, and as many best ones
 
-  // Outputs; those that may be null are not wanted then.
+  // Outputs; optional ones are null if not wanted.
   int64_t* index = nullptr;         // [batch]
   int64_t* rank = nullptr;          // [batch], null where num_logprobs < 0
   int64_t* top_ids = nullptr;       // [batch, num_logprobs] likewise, -1 where there are no more

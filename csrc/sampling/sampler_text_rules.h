@@ -1,5 +1,5 @@
-// What depends on the text of a row: forced tokens, sequences, n-grams, DRY. One thread runs it, on
-// the CPU (sampler_text_rules.cpp) and on a GPU.
+// Rules that depend on the text of a row: forced tokens, sequences, n-grams, DRY. One thread runs
+// it, on the CPU (sampler_text_rules.cpp) and on a GPU.
 #pragma once
 
 #include "common/exp.h"

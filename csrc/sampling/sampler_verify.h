@@ -1,4 +1,4 @@
-// Drafted tokens against a sampler: which of them it accepts, and the token behind them.
+// Verifies drafted tokens: which of them the sampler accepts, and the token after them.
 #pragma once
 
 #include "sampling/sampler_step.h"
@@ -7,8 +7,8 @@
 namespace lmdecode::sampling {
 
 // The logits of step are [batch, drafts + 1, vocab], its bitmask [batch, drafts + 1, words]: row 0
-// for the token behind the text, row i + 1 for the one behind draft i. Its outputs are scratch, but
-// for the status: that of all rows looked at.
+// for the token after the text, row i + 1 for the token after draft i. Its outputs are scratch,
+// except for the status, which covers all rows visited.
 struct SamplerVerifyParams {
   SamplerStepParams step;
   int64_t drafts = 0;

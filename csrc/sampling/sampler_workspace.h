@@ -1,4 +1,4 @@
-// The scratch memory of a sampler's step: of one thread on the CPU, the lists', then this.
+// The scratch memory of a thread in a sampler's step on the CPU: first the lists', then this.
 #pragma once
 
 #include "common/split_memory.h"

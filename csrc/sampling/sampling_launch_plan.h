@@ -8,7 +8,7 @@
 
 namespace lmdecode::sampling {
 
-// What the plan needs to know of a device.
+// Properties of a device that the plan depends on.
 struct SamplingDevice {
   int multiprocessors = 1;
   int64_t shared_bytes_per_block = 48 * 1024;  // the most that a block can ask for
@@ -29,7 +29,7 @@ struct SamplingLaunchPlan {
   size_t shared_bytes = 0;
 };
 
-// Room for `cached` elements, and for the alignment of the first to that of its address.
+// Room for `cached` elements, and for aligning the first like its address.
 inline size_t sampling_cache_bytes(int64_t cached, int element_bytes) {
   return cached == 0 ? 0 : (static_cast<size_t>(cached) * element_bytes + 15) / 16 * 16 + 16;
 }
@@ -66,7 +66,7 @@ inline SamplingLaunchPlan plan_sampling_launch(int64_t batch, int64_t vocab, int
   plan.cluster_size = blocks;
   plan.slice = slice_of(blocks);
   plan.cached = plan.slice < room(shared) ? plan.slice : room(shared);
-  // Blocks that have a multiprocessor to themselves take the threads of those that have not.
+  // A block that has a multiprocessor to itself gets more threads.
   const int max_threads = batch * blocks > device.multiprocessors
                               ? kMaxThreads / kBlocksPerMultiprocessor
                               : kMaxThreads;

@@ -1,5 +1,5 @@
-// The draw by internal noise: of the kept tokens that with the largest weight / noise, at ties the
-// first. A first pass bounds the scores by half of the noise's bits; few tokens need more.
+// The draw by internal noise: takes the kept token with the largest weight / noise, at ties the
+// first. A first pass bounds the scores by half of the noise's bits; few tokens need the rest.
 #pragma once
 
 #include "sampling/row_cluster.cuh"
@@ -21,7 +21,7 @@ LMD_OUT_OF_LINE __device__ inline ScoredToken exactly_scored(float weight, int64
   return {bits_of(exact_score(weight, seed, position, token)), 0xffffffffu - token};
 }
 
-// Of the tokens that a thread has seen: the one that may score highest, and what another may score.
+// The token that may score highest among those a thread has seen, and a bound of all others.
 struct SeedCandidate {
   float upper = -1.0f, other_upper = -1.0f;
   float weight = 0.0f;
@@ -45,9 +45,9 @@ struct SeedCandidate {
   }
 };
 
-// kept(logit, token) tells the tokens to draw from; mine: of those that this thread has seen;
-// bound: the largest bound() of all threads. The complement of the token; 0 where nothing passes
-// its bound, since all weights are 0 and so is the noise.
+// kept(logit, token) tells the tokens to draw from; mine: this thread's candidate; bound: the
+// largest bound() of all threads. Returns the complement of the token; 0 if none passes its bound,
+// which happens if all weights and the noise are 0.
 template <class Row, class Kept>
 __device__ uint32_t draw_by_seed(RowCluster& cluster, const Row& row, Kept kept,
                                  const TokenWeight& weights, int64_t seed, int64_t position,

@@ -1,5 +1,5 @@
-// What the stages of a Sampler make of the sums over the tokens that are left, and what they sum
-// for one token: one rule for CPU and CUDA. docs/reference/sampler.md has the formulas.
+// The arithmetic of a Sampler's stages, the same for CPU and CUDA: the terms of one token, and the
+// bounds from the sums over the remaining tokens. docs/reference/sampler.md has the formulas.
 #pragma once
 
 #include "common/exp.h"
@@ -59,7 +59,7 @@ LMD_HOST_DEVICE uint64_t token_surprise(const TokenWeight& rule, float value) {
 
 // ---- stages that keep all from some value on
 
-// The least log-probability, beside that of the largest, that a stage keeps.
+// The least log-probability, relative to the largest, that a stage keeps.
 LMD_HOST_DEVICE double epsilon_offset(double epsilon, const RowWeights& w) {
   return log_f64(epsilon * w.sum);
 }
@@ -100,7 +100,7 @@ LMD_HOST_DEVICE double standard_deviation(float shares, const ShareSums& sums, i
   return 2.0 * square_root(variance) / (static_cast<double>(shares) * static_cast<double>(count));
 }
 
-// Of one finite value: probability_filters.h has it for vectors.
+// The share of one finite value; probability_filters.h has the vector version.
 LMD_HOST_DEVICE uint32_t value_share(float value, float half_max, float shares) {
   const float below = fused_multiply_add(value, -0.5f, half_max);
   return bits_of(fused_multiply_add(below, shares, kRoundMagic)) & 0x3fffff;
@@ -108,7 +108,7 @@ LMD_HOST_DEVICE uint32_t value_share(float value, float half_max, float shares) 
 
 // ---- the others
 
-// Top-h: of the entropy of all, what tokens of these sums come to.
+// Top-h: the part of the total entropy that tokens with these sums make up.
 struct EntropyTerms {
   RowWeights w;
   double unit;
@@ -162,7 +162,7 @@ LMD_HOST_DEVICE double dynamic_temperature(const SamplerNumbers& numbers, int64_
 }
 
 // The state of adaptive-p or mirostat after a token of this weight was drawn from tokens of this
-// mass; probability: what it was before adaptive-p.
+// mass; probability: the token's before adaptive-p.
 LMD_HOST_DEVICE double mu_after_draw(const SamplerRow& row, float weight, uint64_t kept_mass,
                                      int fraction_bits, float probability) {
   const SamplerNumbers& numbers = row.numbers;

@@ -132,8 +132,8 @@ inline U32 noise_words(U32 token, uint64_t seed, uint64_t position) {
       select(which == splat_u32(1), word[1], select(which == splat_u32(2), word[2], word[3])));
 }
 
-// The draw by internal noise: score = weight / token_noise(seed, position, token) in f64. The noise
-// of a uniform v lies in [v, v / (1 - v)], so the high words alone bound every score; only the few
+// Draws by internal noise: score = weight / token_noise(seed, position, token) in f64. The noise of
+// a uniform v lies in [v, v / (1 - v)], so the high words alone bound every score; only the few
 // tokens whose upper bound reaches the best lower bound are computed.
 class ScoreBounds {
  public:
@@ -146,7 +146,7 @@ class ScoreBounds {
     F32 high = ratio * splat(1.0f + 0x1p-10f);
     F32 low = ratio * ((one - v) * splat(1.0f - 0x1p-10f) - splat(0x1p-10f));
     low = select(v > splat(0x1p-20f), low, none);
-    low = select(low > splat(0x1p126f), splat(0x1p126f), low);  // an overflow is no bound
+    low = select(low > splat(0x1p126f), splat(0x1p126f), low);  // an overflow would not be a bound
     if (valid != kAllLanes) {
       const Mask mask = mask_of(valid);
       high = select(mask, high, none);

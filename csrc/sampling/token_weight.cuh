@@ -1,5 +1,5 @@
-// What a thread computes for one token: its score by noise, with the same bits as
-// sampling/token_choice.h, the CPU's; and which bin of masses it belongs to.
+// Per-token arithmetic of a thread: the score by noise, with the same bits as
+// sampling/token_choice.h on the CPU, and the bin of masses.
 #pragma once
 
 #include "common/cuda_intrinsics.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ float upper_score(float weight, uint32_t high_word) {
 __device__ __forceinline__ float lower_score(float weight, uint32_t high_word) {
   const float v = (static_cast<float>(high_word) + 1.0f) * 0x1p-32f * (1.0f + 0x1p-18f);
   const float score = cuda::divide_approximate(weight * (1.0f - v) * (1.0f - 0x1p-18f), v);
-  return score < 0x1p126f ? score : 0x1p126f;  // an overflow is no bound
+  return score < 0x1p126f ? score : 0x1p126f;  // an overflow would not be a bound
 }
 
 LMD_HOST_DEVICE double exact_score(float weight, int64_t seed, int64_t position, uint32_t token) {
@@ -56,7 +56,7 @@ constexpr int kFirstBin = kBinsOfOctave / 2;  // of masses of 1 and a little mor
 
 LMD_HOST_DEVICE uint32_t bin_at(int place) { return place > 0 ? static_cast<uint32_t>(place) : 0; }
 
-// Of a logit that is weighed, where the logits are the weights.
+// The probability and bin of a logit, if the logits are the weights.
 LMD_HOST_DEVICE float probability_of_bin(const TokenWeight& weight, float logit, uint32_t* bin) {
   const float one = float_of(static_cast<uint32_t>(127 + weight.fraction_bits) << 23);
   const float mass = (logit > 0.0f ? (logit < 1.0f ? logit : 1.0f) : 0.0f) * one;
@@ -70,7 +70,7 @@ LMD_HOST_DEVICE BinnedMass binned_probability(const TokenWeight& weight, float l
   return {bin, static_cast<uint32_t>(mass * unit)};
 }
 
-// Where they are not, nor uniform.
+// Likewise, if they are neither the weights nor uniform.
 LMD_HOST_DEVICE float exponent_of_bin(const TokenWeight& weight, float logit, uint32_t* bin) {
   const float exponent = weight_exponent(logit, weight.max, weight.factor);
   constexpr float kRoundToBin = kRoundMagic / kBinsOfOctave;

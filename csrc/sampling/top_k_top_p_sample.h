@@ -2,10 +2,10 @@
 // the user's page.
 //
 // A row, in f32, is divided by its temperature, then filtered by top-k, top-p and min-p in this
-// order. Each stage keeps a prefix of one order: value descending, then index ascending. So what a
-// row keeps is one position in that order, its "cut", and top-p is a search for the position at
-// which a sum of integer masses (common/exp_weight.h) is reached. Of the kept tokens the one with
-// the largest weight / noise is drawn, the lowest index at ties.
+// order. Each stage keeps a prefix of one order: value descending, then index ascending. The kept
+// part of a row is therefore one position in that order, its "cut", and top-p searches for the
+// position at which a sum of integer masses (common/exp_weight.h) is reached. The draw takes the
+// kept token with the largest weight / noise, the lowest index at ties.
 #pragma once
 
 #include <cstdint>

@@ -48,8 +48,8 @@ class CpuRowSampler : private ListStages {
     finish(0, 0, minus_infinity());
   }
 
-  // Only a row that another thread changes during the call lacks what an earlier pass found in it:
-  // its result means nothing then, but it stays an index, and nothing is written past the row.
+  // A row that another thread changes during the call may have lost what an earlier pass found. Its
+  // result is then meaningless, but clamped to an index, and nothing is written past the row.
   int64_t in_row(int64_t token) const { return token < n_ ? token : n_ - 1; }
 
   void note_nan(bool has_nan) {

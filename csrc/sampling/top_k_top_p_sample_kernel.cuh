@@ -2,9 +2,9 @@
 // semantics, sampling/top_k_top_p_sample_cpu_kernel.h the same on the CPU: results are equal bit
 // for bit.
 //
-// The row is read once into the shared memory of the cluster (row_slice.cuh). What is kept of it is
-// one interval of logits and, among the ties at its lower end, an interval of tokens (KeptSet);
-// each stage narrows it by a radix descent over counts or masses (radix_descent.cuh) and nothing is
+// The row is read once into the shared memory of the cluster (row_slice.cuh). The kept part is one
+// interval of logits and, among the ties at its lower end, an interval of tokens (KeptSet); each
+// stage narrows it by a radix descent over counts or masses (radix_descent.cuh) and nothing is
 // sorted or moved.
 #pragma once
 
@@ -131,8 +131,7 @@ class CudaRowSampler {
     return cuda_kernels::class_of(logit, parameters_.temperature);
   }
 
-  // Cuts the set off below `value_class`, which has some of it. Of this class only tokens
-  // [first, last] stay.
+  // Cuts the set off below `value_class`; within this class only tokens [first, last] stay.
   __device__ void cut_at(const ValueClass& value_class, uint32_t first, uint32_t last) {
     if (value_class.lowest <= set_.lowest) {  // ties were cut before: both cuts hold
       first = first > set_.first_tie ? first : set_.first_tie;
@@ -278,7 +277,8 @@ class CudaRowSampler {
     return true;
   }
 
-  // Of the set: the count or mass above a class of values, and the number of tokens in the class.
+  // The count or mass of the set above a class of values, and the number of its tokens in the
+  // class.
   struct Amounts {
     Word greater, count;
   };

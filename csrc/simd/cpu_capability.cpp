@@ -58,7 +58,7 @@ CpuCapability best_of_vectors() {
 }
 
 #if defined(__x86_64__) && defined(__linux__)
-// What the level of tiles is compiled with beside them.
+// The vector instructions that the level of tiles is compiled with.
 bool has_vectors_of_tiles() {
   return best_of_vectors() == CpuCapability::kAvx512 && __builtin_cpu_supports("avx512bf16") &&
          __builtin_cpu_supports("avx512vnni");
@@ -150,7 +150,7 @@ bool use_avx512_bf16() {
   // machine has the same bits.
   bool is_intel = __builtin_cpu_is("intel");
 #if defined(LMDECODE_AMX_EMULATION)
-  is_intel |= cpu_capability() == CpuCapability::kAmx;  // whose tiles are emulated
+  is_intel |= cpu_capability() == CpuCapability::kAmx;  // its tiles are emulated
 #endif
   return kHasBf16 && cpu_capability() >= CpuCapability::kAvx512 &&
          __builtin_cpu_supports("avx512bf16") && !is_intel;

@@ -9,8 +9,8 @@ namespace lmdecode {
 // AMX_INT8), which the system has permitted to this process.
 enum class CpuCapability : int32_t { kDefault = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 
-// The level in use. Throws std::invalid_argument where the environment variable holds another word
-// than default, avx2, avx512 or amx, or a level that this machine or this build lacks.
+// The level in use. Throws std::invalid_argument if the environment variable is not default, avx2,
+// avx512 or amx, or names a level that this machine or build does not have.
 CpuCapability cpu_capability();
 
 // The best level that this machine runs and this build has. The first call asks the system for the

@@ -13,9 +13,9 @@
 #include "simd/cpu_capability.h"
 
 // Declares kernels in lmdecode::<level>::<area> for every level. Used outside of any namespace,
-// behind the headers that lmdecode::<area> has its types from: the declarations name them without
-// their namespace. What follows the area is any declarations, each with its semicolon. Levels that
-// an area is not compiled for are declared as well, and nothing may refer to their kernels.
+// after the headers that declare the types of lmdecode::<area>, which need no namespace here. The
+// other arguments are declarations, each with its semicolon. Levels that an area is not compiled
+// for are declared as well, and nothing may refer to their kernels.
 #define LMD_DECLARE_KERNELS(area, ...)                   \
   namespace lmdecode::area {}                            \
   LMD_DECLARE_KERNELS_AT(default_, area, __VA_ARGS__)    \
@@ -33,9 +33,9 @@
 // A pointer to a kernel (or to a constant object) at the level in use, from wherever it is used.
 // LMD_SELECT_BF16_KERNEL and LMD_SELECT_VNNI_KERNEL: for kernels compiled for these too, at
 // avx512_bf16 or avx512_vnni where the machine has them. LMD_SELECT_AMX_KERNEL: for kernels
-// compiled for tiles too, at avx512_amx where these are in use, else what is given last.
-// Of code that is linked with a level LMD_HAS_<LEVEL> is defined (csrc/sources.cmake); one that is
-// not linked is never in use (simd/cpu_capability.h).
+// compiled for tiles too, at avx512_amx if it is in use, else the last argument. LMD_HAS_<LEVEL> is
+// defined in code that is linked with a level (csrc/sources.cmake); a level that is not linked is
+// never in use (simd/cpu_capability.h).
 #define LMD_SELECT_KERNEL(area, kernel)                                                          \
   (::lmdecode::select_kernel(&::lmdecode::default_::area::kernel, LMD_AVX2_KERNEL(area, kernel), \
                              LMD_AVX512_KERNEL(area, kernel)))

@@ -1,5 +1,5 @@
-// Copies whose destination nobody reads soon: whole cache lines are stored past the caches, which
-// spares the read of each line before its write.
+// Copies by streaming stores, for destinations that are not read soon: they skip the read of each
+// line before its write.
 #pragma once
 
 #include <cstdint>

@@ -77,8 +77,8 @@ inline F32 exp_of(F32 x) {
   return multiply_power_of_two(exp2_polynomial(rest * splat(static_cast<float>(kLog2E))), whole);
 }
 
-// Phi(-u), u >= 0: how much of the normal distribution lies beyond u. Within 6e-7, relative, up to
-// 13.2; 0 beyond.
+// Phi(-u), u >= 0: the upper tail of the normal distribution. Within 6e-7, relative, up to 13.2; 0
+// beyond.
 inline F32 normal_tail(F32 u) {
   const F32 limit = splat(13.2f);
   const F32 bounded = select(u > limit, limit, u);
