@@ -150,7 +150,6 @@ set(STORE_SOURCES
   store/free_areas.cpp
   store/group_commit.cpp
   store/index_database.cpp
-  store/index_reserve.cpp
   store/plane_copy.cpp
   store/posix_file_system.cpp
   store/prefix_index.cpp
@@ -158,14 +157,10 @@ set(STORE_SOURCES
   store/slab_files.cpp
   store/slot_layout.cpp
   store/slot_space.cpp
-  store/slot_space_full_disk.cpp
   store/store_engine.cpp
   store/store_erase.cpp
-  store/store_images.cpp
   store/store_load.cpp
-  store/store_lookup.cpp
   store/store_put.cpp
-  store/store_sessions.cpp
   store/store_transfer.cpp
   store/token_chain.cpp)
 

@@ -2,8 +2,10 @@
 // disk the space of what was evicted.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,12 +14,31 @@
 #include "store/file_system.h"
 #include "store/free_areas.h"
 #include "store/group_commit.h"
-#include "store/index_reserve.h"
 #include "store/prefix_index.h"
 #include "store/slab_files.h"
 #include "store/store_types.h"
 
 namespace lmdecode::store {
+
+// Any number of threads may call.
+class IndexReserve {
+ public:
+  IndexReserve(FileSystem& file_system, std::string path, uint64_t bytes)
+      : file_system_(file_system), path_(std::move(path)), bytes_(bytes) {}
+
+  // As far as there is space. 0 or -errno; what was written before an error stays.
+  int fill();
+  // Gives all of it to the disk. False: there was nothing.
+  bool release();
+  uint64_t missing() const { return bytes_ - held_; }
+
+ private:
+  FileSystem& file_system_;
+  const std::string path_;
+  const uint64_t bytes_;
+  std::mutex mutex_;  // the committing thread gives, others take
+  std::atomic<uint64_t> held_{0};
+};
 
 // All under the engine's mutex, which it lets go of while it commits.
 class SlotSpace {
@@ -64,7 +85,7 @@ class SlotSpace {
   // The area could not be written: what of it was, is of use elsewhere.
   void refuse(uint32_t area);
 
-  // --- a full disk (slot_space_full_disk.cpp)
+  // --- a full disk
 
   // For new slots, when last tried.
   bool disk_is_full() const { return disk_is_full_; }

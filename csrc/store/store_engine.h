@@ -111,7 +111,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   const SlotLayout& layout() const { return layout_; }
   const StoreOptions& options() const { return options_; }
 
-  // --- prefixes (store_lookup.cpp, store_load.cpp, store_put.cpp)
+  // --- prefixes (store_load.cpp, store_put.cpp)
 
   Hit lookup(const Scope& scope, std::span<const int32_t> tokens);
   // The same, but it does not count as a use, neither for eviction nor in stats().
@@ -128,7 +128,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
                std::span<const TensorPlane> planes, const PutOptions& options);
   void pin(const Hit& hit, bool pinned);
 
-  // --- whole entries, for a second tier (store_images.cpp)
+  // --- whole entries, for a second tier (store_transfer.cpp)
 
   // Entries of the hit that still exist, parents first.
   std::vector<AreaRow> entries_of(const Hit& hit);
@@ -141,7 +141,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   bool insert_image(const Scope& scope, const Digest& key, std::span<uint8_t> image,
                     const PutOptions& options);
 
-  // --- sessions (store_sessions.cpp)
+  // --- sessions (store_engine.cpp)
 
   // Tokens of the session; nothing if there is none. Throws StoreError kDamaged.
   std::optional<std::vector<int32_t>> read_session(const Scope& scope, const std::string& name);
@@ -231,6 +231,8 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void touch(EntryId leaf);
   void close_locked(Lock& lock);
   void run_flush_timer();
+  void record_session(Lock& lock, const Digest& root, uint64_t tenant, const std::string& name,
+                      std::span<const int32_t> tokens);
   int64_t now() const { return options_.now_ms(); }
   PrefixKeys keys_of(const Digest& root, std::span<const int32_t> tokens) const {
     return {root, tokens, layout_.chunk_tokens};
@@ -243,11 +245,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   std::vector<uint32_t> take_stale(Lock& lock, ErasedSlots* slots);
   void overwrite(Lock& lock, const std::vector<uint32_t>& areas);
 
-  // store_lookup.cpp
+  // store_load.cpp
   Hit hit_of(const PrefixChain& chain, std::span<const int32_t> tokens);
   void release(const HitPart& part);
-
-  // store_load.cpp
   std::optional<std::vector<int32_t>> read_tokens(const Entry& entry);
   void drop_damaged(const HitPart& part);
 
@@ -263,15 +263,9 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
                const PutOptions& options, std::span<const int32_t> tokens);
   void drop_superseded(EntryId id, EntryId parent, std::span<const int32_t> tokens);
 
-  // store_sessions.cpp
-  void record_session(Lock& lock, const Digest& root, uint64_t tenant, const std::string& name,
-                      std::span<const int32_t> tokens);
-
-  // store_images.cpp
+  // store_transfer.cpp
   bool place_image(Lock& lock, SlotHeader& header, std::span<uint8_t> image,
                    const PutOptions& options);
-
-  // store_transfer.cpp
   std::vector<AreaRow> chain_rows(const Scope& scope, const std::string& session);
   void import_session(Lock& lock, std::span<const uint8_t> content);
 
