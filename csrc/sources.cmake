@@ -56,7 +56,6 @@ set(CPU_SOURCES
   decoder/encoder_forward_cpu.cpp
   decoder/experts_cpu.cpp
   decoder/faster_transformer_search.cpp
-  decoder/hidden_rows_cpu.cpp
   decoder/per_layer_input_cpu.cpp
   decoder/state_layer_cpu.cpp
   decoder/step_attention_cpu.cpp
@@ -90,25 +89,21 @@ set(BINDING_SOURCES
   bindings/ring_cache_append.cpp
   bindings/sampler_step.cpp
   bindings/sliding_window_attention.cpp
-  bindings/sliding_window_decode.cpp
   bindings/top_k_top_p_sample.cpp
   bindings/trie_step.cpp
   bindings/update_beam_indirection.cpp)
 set(CPU_BINDING_SOURCES
   bindings/block_table.cpp
   bindings/causal_caches.cpp
-  bindings/causal_cache_checks.cpp
   bindings/causal_checks.cpp
   bindings/causal_forward.cpp
   bindings/cpu_capability.cpp
   bindings/decoder_checks.cpp
   bindings/decoder_layer.cpp
-  bindings/decoding_read_memory.cpp
   bindings/decoding_steps.cpp
   bindings/dynamic_time_warping.cpp
   bindings/encoder_forward.cpp
-  bindings/faster_transformer_decoding.cpp
-  bindings/gather_tree.cpp
+  bindings/faster_transformer.cpp
   bindings/norms.cpp
   bindings/packed_linear.cpp
   bindings/prompt_lookup.cpp
@@ -130,8 +125,7 @@ set(CUDA_KERNEL_SOURCES
   beam/greedy_rows_cuda.cu
   beam/log_softmax_top_k_cuda.cu
   beam/search_step_cuda.cu
-  beam/trie_rows_cuda.cu
-  beam/trie_step_cuda.cu
+  beam/trie_cuda.cu
   decoder/step_attention_cuda.cu
   decoder/step_rows_cuda.cu
   kv_cache/copy_blocks_cuda.cu

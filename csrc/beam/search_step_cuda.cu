@@ -1,7 +1,6 @@
 // Launches a step of beam searches: no allocation and no wait, so that a CUDA graph can capture it.
 #include "beam/request_launch.h"
 #include "beam/search_step_kernel.cuh"
-#include "beam/search_step_launch.h"
 
 namespace lmdecode::beam {
 namespace {

@@ -52,3 +52,68 @@ inline __global__ void __launch_bounds__(tuning::kStepThreads)
 }
 
 }  // namespace lmdecode::beam::cuda_kernels
+
+namespace lmdecode::beam {
+
+// The launches of a step of beam searches, in their order. Launches has one method a launch: those
+// of the CUDA runtime (search_step_cuda.cu), or of the emulation that tests run.
+
+// What the kernels of all passes have, one pass after the other.
+struct CudaWorkspace : PassTables {
+  TokenTrie* all_tries;  // [num_tries]
+  float* values;         // [rows, vocab] with rules
+
+  // With null for the memory it only counts. Returns the bytes.
+  size_t split(const SearchStepSizes& s, void* memory) {
+    SplitMemory block(memory);
+    PassTables::split(s, &block);
+    block.take(&free_beam_scores, s.num_tries > 0 ? s.rows : 0);
+    block.take(&all_tries, s.num_tries);
+    block.take(&values, s.has_rules ? s.rows * s.vocab : 0);
+    if (s.num_tries == 0) free_beam_scores = nullptr;
+    return block.used();
+  }
+};
+
+template <class Launches>
+void launch_candidates(const SearchPass& pass, float* values, const Launches& launches) {
+  const RulesOfPass on = possible_rules(pass.step, pass.num_earlier);
+  LogSoftmaxTopKParams top = pass.top_k();
+  const LogitsProcessors processors = pass.processors(on);
+  if (pass.step.greedy) return launches.greedy_rows(top, processors, values);
+  // Rows that a trie holds are dead to the first kernels, others no concern of the second ones.
+  LogitsProcessors free_processors = processors;
+  free_processors.tries = {};
+  if (pass.tables.free_beam_scores != nullptr) top.beam_scores = pass.tables.free_beam_scores;
+  launches.free_rows(top, on.any_but_tries() ? &free_processors : nullptr, values);
+  if (pass.tables.free_beam_scores != nullptr) {
+    top.beam_scores = pass.tables.beam_scores;
+    launches.held_rows(top, processors, values);
+  }
+  launches.requests(top);
+}
+
+// params.token_rules.tries: on the host.
+template <class Launches>
+void launch_search_step(const SearchStepParams& params, const SearchStepSizes& sizes,
+                        void* workspace, const Launches& launches) {
+  CudaWorkspace w{};
+  w.split(sizes, workspace);
+  SearchPass pass{params, w};
+  TokenRules& rules = pass.step.token_rules;
+  launches.store_tries(rules.tries, rules.num_tries, w.all_tries);
+  rules.tries = w.all_tries;
+  for (int64_t i = 0; i < params.num_passes; ++i) {
+    pass.count = params.passes[i].searches;
+    pass.rows = params.passes[i].rows;
+    pass.num_earlier = params.passes[i].num_earlier;
+    if (pass.count > 0) {
+      launches.tables(pass);
+      launch_candidates(pass, w.values, launches);
+      launches.step(pass, pass.beam_step());
+    }
+    pass.begin += pass.count;
+  }
+}
+
+}  // namespace lmdecode::beam

@@ -2,7 +2,6 @@
 #include "beam/beam_finalize.h"
 
 #include "bindings/beam_search_checks.h"
-#include "bindings/beam_slot_checks.h"
 #include "bindings/device.h"
 
 namespace lmdecode::beam {

@@ -1,6 +1,6 @@
 // beam_search_step_ on either device.
 #include "beam/search_pass.h"
-#include "bindings/beam_slot_checks.h"
+#include "bindings/beam_search_checks.h"
 #include "bindings/device.h"
 #include "bindings/token_rule_checks.h"
 #include "common/split_memory.h"

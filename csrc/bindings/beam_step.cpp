@@ -3,7 +3,6 @@
 
 #include "beam/beam_rules.h"
 #include "bindings/beam_search_checks.h"
-#include "bindings/beam_slot_checks.h"
 #include "bindings/device.h"
 
 namespace lmdecode::beam {

@@ -2,7 +2,6 @@
 // alone.
 #include "kv_cache/block_table.h"
 
-#include "bindings/block_table_checks.h"
 #include "bindings/kv_cache_checks.h"
 
 namespace lmdecode::kv_cache {

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "bindings/block_table_checks.h"
 #include "bindings/causal_checks.h"
+#include "bindings/kv_cache_checks.h"
 
 namespace lmdecode::decoder {
 namespace {

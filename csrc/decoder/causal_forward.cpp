@@ -1,22 +1,120 @@
 #include "decoder/causal_forward.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <string>
 
 #include "attention/sliding_window_decode.h"
 #include "common/float_mode.h"
 #include "common/parallel_rows.h"
-#include "decoder/causal_heads.h"
 #include "decoder/causal_rows.h"
 #include "decoder/causal_workspace.h"
 #include "decoder/decoder_tuning.h"
-#include "decoder/hidden_rows.h"
-#include "decoder/rotary_angles.h"
 #include "decoder/state_layer.h"
+#include "linear/norms.h"
 
 namespace lmdecode::decoder {
 namespace {
+
+void project_hidden_rows(const CausalForwardParams& params, const CausalWorkspace& w,
+                         const LayerBuffers& buffers, int64_t num_segments, int64_t rows) {
+  const DecoderConfig& c = params.model->config;
+  const HiddenInput& input = params.model->hidden_input;
+  const int64_t size = c.model_size;
+  linear::LinearOutput output;
+  output.y = w.x;
+  apply_norm(c, input.embedding_norm, w.x, buffers.normed, rows);
+  apply_linear(input.from_embedding, buffers.normed, rows, buffers.linear_input, output);
+  for (int64_t i = 0; i < num_segments; ++i) {
+    const Segment& segment = w.segments[i];
+    std::copy_n(params.hidden_in + segment.first_token * size, segment.count * size,
+                buffers.normed + segment.row * size);
+  }
+  apply_norm(c, input.hidden_norm, buffers.normed, buffers.normed, rows);
+  output.residual = w.x;
+  output.residual_stride = size;
+  apply_linear(input.from_hidden, buffers.normed, rows, buffers.linear_input, output);
+}
+
+void apply_final_norm(const CausalModel& model, float* x, int64_t count) {
+  if (model.weights.final_norm.gamma == nullptr) return;
+  apply_norm(model.config, model.weights.final_norm, x, x, count);
+}
+
+void write_hidden_rows(const CausalForwardParams& params, const CausalWorkspace& w,
+                       int64_t num_segments, int64_t rows) {
+  const int64_t size = params.model->config.model_size;
+  apply_final_norm(*params.model, w.x, rows);
+  for (int64_t i = 0; i < num_segments; ++i) {
+    const Segment& segment = w.segments[i];
+    std::copy_n(w.x + segment.row * size, segment.count * size,
+                params.hidden_out + segment.first_token * size);
+  }
+}
+
+// Angles in float32, as transformers has them; their sines and cosines rounded once. positions
+// [rows]; cosines and sines [num_rotary, max_rows, most_turned() / 2].
+void rotary_angles(const CausalModel& model, const int64_t* positions, int64_t rows,
+                   int64_t max_rows, float* cosines, float* sines) {
+  const int64_t half = model.most_turned() / 2;
+  for (int64_t rotary = 0; rotary < model.num_rotary; ++rotary) {
+    const float* const frequencies = model.frequencies + rotary * half;
+    const float scale = model.rotary_scales[rotary];
+    // half may be 0
+    const double row_nanoseconds = 1.0 + tuning::kNanosecondsPerAngle * static_cast<double>(half);
+    parallel_rows(rows, row_nanoseconds, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t at = (rotary * max_rows + row) * half;
+        const float position = static_cast<float>(positions[row]);
+        for (int64_t i = 0; i < half; ++i) {
+          const double angle = static_cast<double>(frequencies[i] * position);
+          cosines[at + i] = static_cast<float>(std::cos(angle)) * scale;
+          sines[at + i] = static_cast<float>(std::sin(angle)) * scale;
+        }
+      }
+    });
+  }
+}
+
+// gamma [size], or null: 1. first: of heads that begin in rows of this stride.
+void norm_heads(const DecoderConfig& config, const float* gamma, float* first, int64_t stride,
+                int64_t rows, int64_t all, int64_t size) {
+  linear::NormParams params;
+  params.x_stride = params.y_stride = stride;
+  params.rows = rows;
+  params.size = size;
+  params.gamma = gamma;
+  params.eps = config.norm_epsilon;
+  for (int64_t at = 0; at < all; at += size) {
+    params.x = params.y = first + at;
+    config.norm == NormKind::kLayerNorm ? layer_norm(params) : rms_norm(params);
+  }
+}
+
+// qkv [rows, layer.weights.qkv_stride]; values that are keys are written there, too.
+void prepare_heads(const CausalModel& model, const CausalLayer& layer, int64_t rows, float* qkv) {
+  const HeadSizes& heads = layer.heads;
+  const int64_t stride = layer.weights.qkv_stride, query_size = model.config.heads * heads.size;
+  const int64_t key_size = layer.keys == KeySource::kShared ? 0 : heads.key_size();
+  float* const keys = qkv + query_size;
+  float* const values = keys + key_size;
+  if (layer.keys == KeySource::kAreValues) {
+    const double row_nanoseconds = tuning::kNanosecondsPerCopy * static_cast<double>(key_size);
+    parallel_rows(rows, row_nanoseconds, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        std::copy_n(keys + row * stride, key_size, values + row * stride);
+      }
+    });
+  }
+  const auto norm = [&](const float* gamma, float* first, int64_t all, int64_t size) {
+    norm_heads(model.config, gamma, first, stride, rows, all, size);
+  };
+  const auto one = [&](int64_t all) { return model.norms_all_heads ? all : heads.size; };
+  if (layer.query_norm != nullptr) norm(layer.query_norm, qkv, query_size, one(query_size));
+  if (layer.key_norm != nullptr) norm(layer.key_norm, keys, key_size, one(key_size));
+  if (model.norms_values) norm(nullptr, values, key_size, heads.size);
+}
 
 using attention::SlidingWindowAttentionParams;
 

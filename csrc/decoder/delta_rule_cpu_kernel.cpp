@@ -1,6 +1,6 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
-#include "decoder/delta_rule.h"
 #include "decoder/part_vectors.h"
+#include "decoder/state_layer_kernels.h"
 #include "simd/vec_math.h"
 
 namespace lmdecode::LMD_SIMD::decoder {

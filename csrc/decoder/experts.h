@@ -6,7 +6,7 @@
 // threads.
 #pragma once
 
-#include "decoder/experts_config.h"
+#include "decoder/decoder_config.h"
 
 namespace lmdecode::decoder {
 

@@ -3,10 +3,8 @@
 
 #include "common/parallel_rows.h"
 #include "decoder/decoder_tuning.h"
-#include "decoder/delta_rule.h"
-#include "decoder/mamba2.h"
-#include "decoder/short_convolution.h"
 #include "decoder/state_layer.h"
+#include "decoder/state_layer_kernels.h"
 
 namespace lmdecode::decoder {
 namespace {

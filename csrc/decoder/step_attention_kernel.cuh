@@ -7,7 +7,6 @@
 
 #include "common/element_vector.cuh"
 #include "decoder/step_block.cuh"
-#include "decoder/step_values.h"
 
 namespace lmdecode::decoder::step_cuda_kernels {
 

@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "decoder/step_block.cuh"
-#include "decoder/step_values.h"
 
 namespace lmdecode::decoder::step_cuda_kernels {
 

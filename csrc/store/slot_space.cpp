@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "store/index_reserve.h"
 #include "store/store_error.h"
 
 namespace lmdecode::store {

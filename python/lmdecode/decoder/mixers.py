@@ -19,7 +19,7 @@ __all__ = [
     "mixer_sizes",
 ]
 
-_MOST_TAPS = 16  # as in csrc/decoder/short_convolution.h
+_MOST_TAPS = 16  # as in kMostTaps in csrc/decoder
 
 
 @dataclass(frozen=True)

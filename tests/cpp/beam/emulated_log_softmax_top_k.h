@@ -6,7 +6,7 @@
 
 #include "beam/log_softmax_top_k.h"
 #include "beam/processor_edits.h"
-#include "beam/trie_rows_kernel.cuh"
+#include "beam/trie_kernel.cuh"
 #include "processor_case.h"
 #include "sampling/sampling_workspace.h"
 

@@ -2,7 +2,7 @@
 // for every layout of the launch and every schedule.
 #include <iostream>
 
-#include "beam/trie_step_kernel.cuh"
+#include "beam/trie_kernel.cuh"
 #include "check.h"
 #include "emulated_log_softmax_top_k.h"
 

@@ -5,7 +5,6 @@
 
 #include "beam/greedy_rows_kernel.cuh"
 #include "beam/search_step_kernel.cuh"
-#include "beam/search_step_launch.h"
 #include "check.h"
 #include "decoder/exact_memory.h"
 #include "emulated_log_softmax_top_k.h"

@@ -1,7 +1,9 @@
-// Launches the rows of log_softmax_top_k that are held to a trie.
+// Launches trie_step and the rows of log_softmax_top_k that a trie restricts. No launch allocates
+// or waits, so a CUDA graph can capture it.
 #include "beam/dtype_launch.h"
 #include "beam/log_softmax_top_k.h"
-#include "beam/trie_rows_kernel.cuh"
+#include "beam/trie_kernel.cuh"
+#include "common/cuda_launch.h"
 #include "sampling/row_launch.h"
 
 namespace lmdecode::beam {
@@ -27,6 +29,13 @@ void log_softmax_top_k_trie_rows_cuda(const LogSoftmaxTopKParams& params,
   const ProcessedParams all{params, processors, values};
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   launch_of_dtype(params.dtype, [&]<class T>() { launch<T>(all, cuda_stream); });
+}
+
+void trie_step_cuda(const TrieStepParams& params, void* stream) {
+  if (params.size == 0) return;
+  const int64_t blocks = (params.size + tuning::kStepThreads - 1) / tuning::kStepThreads;
+  launch_kernel("trie_step", &cuda_kernels::trie_step_kernel, {blocks, tuning::kStepThreads},
+                stream, params);
 }
 
 }  // namespace lmdecode::beam

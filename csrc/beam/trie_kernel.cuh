@@ -4,7 +4,10 @@
 // looked at, nor are rows of requests without a trie. Results are those of the CPU bit for bit.
 #pragma once
 
+#include "beam/beam_tuning.h"
 #include "beam/processor_rows_kernel.cuh"
+#include "beam/trie_step.h"
+#include "common/cuda_intrinsics.cuh"
 
 namespace lmdecode::beam::cuda_kernels {
 
@@ -114,6 +117,17 @@ inline __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
   TrieRowCandidates candidates(params, plan, cuda::shared_storage<RowStorage>());
   for (int64_t row = blockIdx.x / plan.cluster_size; row < params.call.rows; row += plan.clusters) {
     candidates.run(row);
+  }
+}
+
+// trie_step: a thread a node.
+
+inline __global__ void __launch_bounds__(tuning::kStepThreads)
+    trie_step_kernel(const LMD_KERNEL_PARAM TrieStepParams params) {
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < params.size;
+       i += threads) {
+    params.step(i);
   }
 }
 
