@@ -11,7 +11,7 @@ namespace lmdecode::beam {
 struct BeamFinalizeParams {
   BeamSearchState state;
   BeamSearchParameters parameters;
-  BeamRules rules = BeamRules::kGenerate;
+  BeamDialect dialect = BeamDialect::kGenerate;
   int64_t requests = 0;
   int64_t num_groups = 1;  // slots of a request
   int64_t num_return_sequences = 1;

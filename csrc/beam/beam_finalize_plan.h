@@ -18,7 +18,7 @@ LMD_HOST_DEVICE void add_open_beams(const BeamFinalizeParams& p, int64_t entry,
   for (int64_t place = 0; place < state.hypotheses; ++place) open_beams[place] = kNoBeam;
   const int64_t index = p.slot_of(entry);
   if (!p.add_open || index < 0 || state.done[index] != 0) return;
-  const BeamSearchSlot slot(state, p.parameters, index, p.rules);
+  const BeamSearchSlot slot(state, p.parameters, index, p.dialect);
   const int64_t length =
       p.sequences.is_given ? p.sequences.length : clamped(state.lengths[index], 0, state.capacity);
   const double by = slot.divisor(static_cast<double>(length - slot.prompt_length));
@@ -89,7 +89,7 @@ LMD_HOST_DEVICE int64_t hypothesis_rank(const BeamFinalizeParams& p, int64_t req
   const auto own = hypothesis_at(p, request, place);
   if (own.number < 0) return -1;
   // Of equal scores the last to come is the first with "scorer", which pops from the end.
-  const bool last_first = p.rules == BeamRules::kScorer;
+  const bool last_first = p.dialect == BeamDialect::kScorer;
   int64_t rank = 0;
   for (int64_t other = 0; other < p.num_groups * p.state.hypotheses; ++other) {
     if (other == place) continue;
@@ -113,7 +113,7 @@ LMD_HOST_DEVICE void write_result(const BeamFinalizeParams& p, int64_t request, 
     from = slot * state.hypotheses + place % state.hypotheses;
     length = clamped(state.hypothesis_lengths[from], 0, state.capacity);
     score = state.hypothesis_scores[from];
-    if (p.rules == BeamRules::kScorer) {
+    if (p.dialect == BeamDialect::kScorer) {
       const int64_t* const end_tokens =
           p.parameters.end_tokens + slot * p.parameters.num_end_tokens;
       for (int64_t i = p.parameters.num_end_tokens - 1; i >= 0; --i) {

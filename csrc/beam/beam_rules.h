@@ -32,7 +32,7 @@ LMD_HOST_DEVICE int64_t clamped(int64_t value, int64_t low, int64_t high) {
 }
 
 struct BeamSearchSlot {
-  BeamRules rules;
+  BeamDialect dialect;
   int64_t num_beams, num_hypotheses, prompt_length, max_length, early_stopping, pad_token;
   double length_penalty;
   const int64_t* end_tokens;
@@ -44,8 +44,8 @@ struct BeamSearchSlot {
   // Clamps the tensors' values to their sizes: CUDA cannot check them before the launch.
   LMD_HOST_DEVICE BeamSearchSlot(const BeamSearchState& state,
                                  const BeamSearchParameters& parameters, int64_t slot,
-                                 BeamRules slot_rules)
-      : rules(slot_rules),
+                                 BeamDialect slot_dialect)
+      : dialect(slot_dialect),
         num_beams(clamped(parameters.num_beams[slot], 1, state.beams)),
         num_hypotheses(clamped(parameters.num_hypotheses[slot], 1, state.hypotheses)),
         prompt_length(clamped(parameters.prompt_lengths[slot], 0, kMaxLength)),
@@ -70,17 +70,17 @@ struct BeamSearchSlot {
   // Whether this is the score of an existing candidate or beam. For BeamSearchScorer -inf is a
   // score like any other: masks produce such candidates, which continue if there is no other.
   LMD_HOST_DEVICE bool takes_part(float score) const {
-    return rules == BeamRules::kScorer ? score == score : score > -HUGE_VALF;
+    return dialect == BeamDialect::kScorer ? score == score : score > -HUGE_VALF;
   }
 
   // The divisor of the scores of hypotheses with this number of generated tokens.
   LMD_HOST_DEVICE double divisor(double length) const {
     const double power = pow(length, length_penalty);
-    return rules == BeamRules::kScorer ? power : rounded_to_f32(power);
+    return dialect == BeamDialect::kScorer ? power : rounded_to_f32(power);
   }
 
   LMD_HOST_DEVICE double normalised(double score, double by, double bonus) const {
-    if (rules == BeamRules::kScorer) return score / by + bonus;
+    if (dialect == BeamDialect::kScorer) return score / by + bonus;
     return rounded_to_f32(rounded_to_f32(score / by) + bonus);
   }
 
@@ -112,10 +112,10 @@ struct BeamSearchSlot {
     int64_t place = free_place;
     const double worst = *worst_score;
     if (taken < num_hypotheses) {
-      if (rules == BeamRules::kGenerate && !(score > kNeverScore)) return kNoPlace;
+      if (dialect == BeamDialect::kGenerate && !(score > kNeverScore)) return kNoPlace;
       *worst_score = worst < score ? worst : score;
     } else {
-      if (rules == BeamRules::kFairseq || !(score > worst)) return kNoPlace;
+      if (dialect == BeamDialect::kFairseq || !(score > worst)) return kNoPlace;
       place = lowest;
       *worst_score = second_lowest;
     }
@@ -136,15 +136,15 @@ struct BeamSearchSlot {
   // divisor(length).
   LMD_HOST_DEVICE bool is_done(double best, double by) const {
     const bool full = has_all_hypotheses();
-    if (rules == BeamRules::kFairseq) return full;
+    if (dialect == BeamDialect::kFairseq) return full;
     if (early_stopping == kEarlyStoppingTrue && full) return true;
-    if (rules == BeamRules::kScorer && !full) return false;
+    if (dialect == BeamDialect::kScorer && !full) return false;
     if (early_stopping == kEarlyStoppingNever && length_penalty > 0) {
       const int64_t left = max_length - prompt_length;
       by = divisor(max_length == 0 ? HUGE_VAL : static_cast<double>(left > 0 ? left : 0));
     }
     const double attainable = normalised(best, by, 0.0);
-    if (rules == BeamRules::kScorer) return *worst_score >= attainable;
+    if (dialect == BeamDialect::kScorer) return *worst_score >= attainable;
     return !(attainable > (full ? *worst_score : kNeverScore));
   }
 
@@ -154,7 +154,7 @@ struct BeamSearchSlot {
     const double score = hypothesis_scores[place], other_score = hypothesis_scores[other];
     if (score < other_score || score > other_score) return score < other_score;
     const bool is_earlier = hypothesis_numbers[place] < hypothesis_numbers[other];
-    return (rules == BeamRules::kScorer) == is_earlier;
+    return (dialect == BeamDialect::kScorer) == is_earlier;
   }
 };
 

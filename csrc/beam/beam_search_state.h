@@ -8,7 +8,7 @@
 
 namespace lmdecode::beam {
 
-enum class BeamRules : int32_t { kGenerate = 0, kScorer = 1, kFairseq = 2 };
+enum class BeamDialect : int32_t { kGenerate = 0, kScorer = 1, kFairseq = 2 };
 
 // Values of BeamSearchParameters::early_stopping.
 constexpr int64_t kEarlyStoppingTrue = 1;

@@ -14,23 +14,23 @@ namespace lmdecode::beam {
 struct BeamStepParams {
   BeamSearchState state;
   BeamSearchParameters parameters;
-  BeamRules rules = BeamRules::kGenerate;  // of requests without rules of their own
+  BeamDialect dialect = BeamDialect::kGenerate;  // of requests without their own
   int64_t requests = 0;
   int64_t num_candidates = 0;
   int64_t rows = 0;  // of the next beams
 
   RequestRows<float> scores;  // [requests, num_candidates], best first; -inf: none (unless kScorer)
   RequestRows<int64_t> tokens;
-  RequestRows<int64_t> beams;      // counted within the request
-  RequestRows<float> log_probs;    // null: 0
-  RequestRows<bool> stopped;       // null: none
-  RequestRows<float> bonus;        // [requests, beams]; null: 0
-  RequestRows<uint8_t> status;     // [requests, 1]; null: 0
-  RequestRows<int64_t> slots;      // [requests, 1]; null: request r is in slot r
-  RequestRows<int64_t> own_rules;  // [requests, 1], of BeamRules; null: rules
-  RequestRows<int64_t> offsets;    // [requests + 1, 1]; null: state.beams rows a request
-  RequestRows<int64_t> ends;       // [requests, 1], beside offsets; null: the next request's offset
-  RequestRows<int64_t> parents;    // [parent_count, 1]; null: offsets
+  RequestRows<int64_t> beams;         // counted within the request
+  RequestRows<float> log_probs;       // null: 0
+  RequestRows<bool> stopped;          // null: none
+  RequestRows<float> bonus;           // [requests, beams]; null: 0
+  RequestRows<uint8_t> status;        // [requests, 1]; null: 0
+  RequestRows<int64_t> slots;         // [requests, 1]; null: request r is in slot r
+  RequestRows<int64_t> own_dialects;  // [requests, 1], of BeamDialect; null: dialect
+  RequestRows<int64_t> offsets;       // [requests + 1, 1]; null: state.beams rows a request
+  RequestRows<int64_t> ends;     // [requests, 1], beside offsets; null: the next request's offset
+  RequestRows<int64_t> parents;  // [parent_count, 1]; null: offsets
   // Of parents. Where the next request's rows begin is where a request's end; 0: that is not so.
   int64_t parent_count = 0;
   CallerSequences sequences;
@@ -40,8 +40,9 @@ struct BeamStepParams {
   int64_t* next_parents = nullptr;  // [rows]
   int32_t* decisions = nullptr;     // [requests, num_candidates]
 
-  LMD_HOST_DEVICE BeamRules rules_of(int64_t request) const {
-    return own_rules.data == nullptr ? rules : static_cast<BeamRules>(own_rules.at(request, 0));
+  LMD_HOST_DEVICE BeamDialect dialect_of(int64_t request) const {
+    return own_dialects.data == nullptr ? dialect
+                                        : static_cast<BeamDialect>(own_dialects.at(request, 0));
   }
 
   struct RowRange {

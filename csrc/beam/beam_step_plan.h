@@ -86,7 +86,7 @@ LMD_HOST_DEVICE bool decide(Request& r, const BeamSearchSlot& slot, int32_t* dec
   BeamStepPlan& plan = r.plan;
   const BeamSearchState& state = p.state;
   const bool was_done = state.done[plan.slot] != 0;
-  const bool is_scorer = slot.rules == BeamRules::kScorer;
+  const bool is_scorer = slot.dialect == BeamDialect::kScorer;
   const bool at_end = !is_scorer && slot.max_length > 0 && slot.max_length <= plan.length + 1;
   const double by = slot.divisor(static_cast<double>(plan.length + 1 - slot.prompt_length));
   float best = -HUGE_VALF;
@@ -169,7 +169,7 @@ LMD_HOST_DEVICE void plan_beam_step(const BeamStepParams& p, int64_t request, Be
   if (plan.slot < 0 || plan.slot >= state.slots) {
     plan.slot = kNoPlace;
   } else {
-    BeamSearchSlot slot(state, p.parameters, plan.slot, p.rules_of(request));
+    BeamSearchSlot slot(state, p.parameters, plan.slot, p.dialect_of(request));
     pad_token = slot.pad_token;
     slot.num_beams = clamped(slot.num_beams, 0, rows.end - rows.begin);
     plan.num_beams = slot.num_beams;
@@ -185,7 +185,7 @@ LMD_HOST_DEVICE void plan_beam_step(const BeamStepParams& p, int64_t request, Be
       done = 1;
     }
     const bool was_done = done != 0;
-    const bool is_scorer = slot.rules == BeamRules::kScorer;
+    const bool is_scorer = slot.dialect == BeamDialect::kScorer;
     for (int64_t place = 0; place < state.hypotheses; ++place) plan.sources[place] = kNoSource;
     const bool in_lockstep = !is_scorer && failed == 0 && state.status[plan.slot] == 0;
     if (plan.num_beams > 0 && (in_lockstep || !was_done)) {
@@ -223,7 +223,7 @@ LMD_HOST_DEVICE void close_hypotheses(const BeamStepParams& p, int64_t request,
   closed.slot = plan.slot;
   closed.length = plan.length;
   closed.has_end = true;
-  closed.keeps_end_token = p.rules_of(request) != BeamRules::kScorer;
+  closed.keeps_end_token = p.dialect_of(request) != BeamDialect::kScorer;
   for (int64_t place = 0; place < p.state.hypotheses; ++place) {
     const int64_t source = plan.sources[place];
     if (source == kNoSource) continue;

@@ -250,7 +250,7 @@ struct SearchPass {
     // A trie does without the beams that exist in name only.
     const int64_t beams = s.next_end - s.next_row;
     if (s.num_rows < beams && tables.tries[i].tokens == nullptr) add_unused_beams(i, beams);
-    const bool is_scorer = s.rules == static_cast<int64_t>(BeamRules::kScorer);
+    const bool is_scorer = s.dialect == static_cast<int64_t>(BeamDialect::kScorer);
     if (step.fills_missing && is_scorer) fill_missing_candidates(i, s.slot);
   }
 
@@ -335,7 +335,7 @@ struct SearchPass {
       to.bonus = {step.bonus + begin * step.state.beams, step.state.beams, 1};
     }
     to.slots = {&searches->slot, kStride, 0};
-    to.own_rules = {&searches->rules, kStride, 0};
+    to.own_dialects = {&searches->dialect, kStride, 0};
     to.offsets = {&searches->next_row, kStride, 0};
     to.ends = {&searches->next_end, kStride, 0};
     to.parents = {&searches->first_row, kStride, 0};

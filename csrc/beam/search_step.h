@@ -21,7 +21,7 @@ namespace lmdecode::beam {
 struct SearchOfStep {
   int64_t slot;       // in the state
   int64_t rule_row;   // in the token rules
-  int64_t rules;      // a BeamRules
+  int64_t dialect;    // a BeamDialect
   int64_t first_row;  // of the logits
   int64_t num_rows;   // num_beams of its slot; or 1: its beams are alike, all but one in name only
   int64_t pass_row;   // the first of its rows among those of its pass

@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> beam_finalize(
   const Tensor& first = state[0];
   p.state = beam_search_state(arguments, state);
   p.parameters = beam_search_parameters(arguments, parameters, p.state.slots);
-  p.rules = beam_rules(kOp, rules);
+  p.dialect = beam_dialect(kOp, rules);
   p.add_open = add_open;
   if (num_return_sequences < 1 || num_return_sequences >= (int64_t{1} << 31)) {
     fail(kOp, "num_return_sequences is ", num_return_sequences, "; expected 1 to 2^31 - 1");

@@ -99,11 +99,11 @@ inline BeamSearchParameters beam_search_parameters(const Arguments& arguments,
   return p;
 }
 
-inline BeamRules beam_rules(const char* op, int64_t rules) {
-  if (rules < 0 || rules > static_cast<int64_t>(BeamRules::kFairseq)) {
-    fail(op, "rules is ", rules, "; expected 0 (generate), 1 (scorer) or 2 (fairseq)");
+inline BeamDialect beam_dialect(const char* op, int64_t dialect) {
+  if (dialect < 0 || dialect > static_cast<int64_t>(BeamDialect::kFairseq)) {
+    fail(op, "rules is ", dialect, "; expected 0 (generate), 1 (scorer) or 2 (fairseq)");
   }
-  return static_cast<BeamRules>(rules);
+  return static_cast<BeamDialect>(dialect);
 }
 
 // [requests, columns], any strides.

@@ -51,7 +51,7 @@ void check_search(const SearchStepParams& p, const PassOfStep& pass, int64_t i, 
   const int64_t beams = p.parameters.num_beams[s.slot];
   if (p.greedy) check_number(kOp, "parameters.num_beams", s.slot, beams, 1, 1);
   check_number(kOp, "searches.rule_row", i, s.rule_row, 0, p.token_rules.rows - 1);
-  check_number(kOp, "searches.rules", i, s.rules, 0, static_cast<int64_t>(BeamRules::kFairseq));
+  check_number(kOp, "searches.rules", i, s.dialect, 0, static_cast<int64_t>(BeamDialect::kFairseq));
   if (s.num_rows != 1) check_number(kOp, "searches.num_rows", i, s.num_rows, beams, beams);
   check_number(kOp, "searches.first_row", i, s.first_row, 0, p.rows - s.num_rows);
   check_number(kOp, "searches.pass_row", i, s.pass_row, pass_row, pass_row);

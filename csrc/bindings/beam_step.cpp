@@ -46,7 +46,7 @@ void check_beam_step(const BeamStepParams& p) {
     for (int64_t i = 0; i < p.num_candidates; ++i) {
       const int64_t beam = p.beams.at(r, i);
       if (beam >= 0 && beam < beams) continue;
-      if (BeamSearchSlot(p.state, p.parameters, slot, p.rules).takes_part(p.scores.at(r, i))) {
+      if (BeamSearchSlot(p.state, p.parameters, slot, p.dialect).takes_part(p.scores.at(r, i))) {
         fail(kOp, "beams[", r, ", ", i, "] is ", beam, "; expected 0 to ", beams - 1,
              ", the beams of the request");
       }
@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> beam_step(
   const Tensor& first = state[0];
   p.state = beam_search_state(arguments, state);
   p.parameters = beam_search_parameters(arguments, parameters, p.state.slots);
-  p.rules = beam_rules(kOp, rules);
+  p.dialect = beam_dialect(kOp, rules);
   check_rank(kOp, "scores", scores, 2, "[requests, candidates]");
   p.requests = scores.size(0);
   p.num_candidates = scores.size(1);
@@ -119,8 +119,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> beam_step(
          " requests, the slots of the state");
   }
   if (sequences) {
-    p.sequences =
-        caller_sequences(arguments, *sequences, p.requests, p.state, p.rules != BeamRules::kScorer);
+    p.sequences = caller_sequences(arguments, *sequences, p.requests, p.state,
+                                   p.dialect != BeamDialect::kScorer);
   }
   set_rows(p, row_offsets, parent_offsets, rows, arguments);
   if constexpr (!kIsCuda) check_beam_step(p);

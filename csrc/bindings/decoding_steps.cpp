@@ -34,7 +34,7 @@ void check_search(const DecodingParams& p, int64_t slot) {
   check_number(kStepsOp, "caches.memory_lengths", request, p.caches.memory_lengths[request], 0,
                p.caches.source);
   // Where too few candidates go on, the beams that are left go on with it.
-  if (p.rules != beam::BeamRules::kScorer && !p.greedy) {
+  if (p.dialect != beam::BeamDialect::kScorer && !p.greedy) {
     check_number(kStepsOp, "parameters.pad_tokens", slot, p.parameters.pad_tokens[slot], 0,
                  p.config.vocab - 1);
   }
@@ -98,7 +98,7 @@ Tensor decoding_steps(const Tensor& embedding, const Tensor& weights, const Tens
   p.state = beam::beam_search_state(arguments, state);
   p.parameters = beam::beam_search_parameters(arguments, parameters, p.state.slots);
   IntegerList list(op, "options", options, 7);
-  p.rules = static_cast<beam::BeamRules>(list.next("rules", 0, 2));
+  p.dialect = static_cast<beam::BeamDialect>(list.next("rules", 0, 2));
   p.greedy = list.next_flag("greedy");
   p.num_groups = list.next("num_groups", 1);
   p.num_candidates = list.next("num_candidates", 1, (int64_t{1} << 24));
@@ -107,7 +107,7 @@ Tensor decoding_steps(const Tensor& embedding, const Tensor& weights, const Tens
   p.chooses = list.next_flag("chooses");
   p.token_rules = token_rules(Arguments(op), rules, p.state.slots, model.config.vocab);
   const std::vector<beam::TokenTrie> tries = add_tries(Arguments(op), rules, &p.token_rules);
-  if (!tries.empty() && p.rules == beam::BeamRules::kScorer) {
+  if (!tries.empty() && p.dialect == beam::BeamDialect::kScorer) {
     fail(op, "token_rules has tries; expected none with the rules \"scorer\"");
   }
   p.caches = cache.caches;

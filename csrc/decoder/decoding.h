@@ -26,7 +26,7 @@ struct DecodingParams {
   DecoderWeights weights;
   beam::BeamSearchState state;
   beam::BeamSearchParameters parameters;
-  beam::BeamRules rules = beam::BeamRules::kGenerate;
+  beam::BeamDialect dialect = beam::BeamDialect::kGenerate;
   beam::TokenRules token_rules;  // one row a slot
   bool greedy = false;
   int64_t num_groups = 1;

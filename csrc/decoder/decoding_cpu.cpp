@@ -261,7 +261,7 @@ class Decoding {
       beam::PassOfStep& pass = w_.passes[slot % p_.num_groups];
       w_.searches[i] = {slot,
                         slot,
-                        static_cast<int64_t>(p_.rules),
+                        static_cast<int64_t>(p_.dialect),
                         w_.row_offsets[i],
                         beams,
                         pass.rows,

@@ -109,7 +109,7 @@ void fill(const Buffer<T>& buffer, T value) {
 struct SearchCase {
   Random random;
   bool wild;
-  BeamRules rules;
+  BeamDialect dialect;
   StateMemory memory;
   Buffer<int64_t> num_beams, num_hypotheses, prompt_lengths, max_lengths, early_stopping,
       end_tokens, pad_tokens;
@@ -125,7 +125,7 @@ struct SearchCase {
 
   SearchCase(uint64_t seed, bool wild_, bool conflicts = false)
       : random(seed * 7919 + wild_), wild(wild_) {
-    rules = random.any_of({BeamRules::kGenerate, BeamRules::kScorer, BeamRules::kFairseq});
+    dialect = random.any_of({BeamDialect::kGenerate, BeamDialect::kScorer, BeamDialect::kFairseq});
     BeamSearchState s;
     s.slots = 1 + random.below(4);
     s.beams = 1 + random.below(6);
@@ -247,7 +247,7 @@ struct SearchCase {
     BeamStepParams p;
     p.state = state.state();
     p.parameters = parameters();
-    p.rules = rules;
+    p.dialect = dialect;
     p.requests = requests;
     p.num_candidates = num_candidates;
     p.rows = rows;
@@ -271,7 +271,7 @@ struct SearchCase {
     BeamFinalizeParams p;
     p.state = state.state();
     p.parameters = parameters();
-    p.rules = rules;
+    p.dialect = dialect;
     p.requests = requests / num_groups;
     p.num_groups = num_groups;
     p.num_return_sequences = results;

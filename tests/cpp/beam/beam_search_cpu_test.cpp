@@ -90,7 +90,7 @@ void check_step(const SearchCase& c, const StateMemory& before, const StateMemor
         if (source != kNoSource && i < plan.length) {
           const int64_t beam = plan.slot * s.beams + c.beams[candidate];
           expected = before.sequences[beam * s.capacity + i];
-        } else if (source != kNoSource && i == plan.length && c.rules != BeamRules::kScorer) {
+        } else if (source != kNoSource && i == plan.length && c.dialect != BeamDialect::kScorer) {
           expected = c.tokens[candidate];
         }
         CHECK_EQ(row[i], expected);

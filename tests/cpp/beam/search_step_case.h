@@ -61,8 +61,8 @@ struct Requests {
     fill(trie_numbers, int64_t{-1});
     int64_t slot = 0;
     for (int64_t request = 0; request < requests; ++request) {
-      const int64_t rules = random.below(3), width = greedy ? 1 : 1 + random.below(kBeams);
-      const bool is_held = rules != 1 && groups[static_cast<size_t>(request)] == 1;
+      const int64_t dialect = random.below(3), width = greedy ? 1 : 1 + random.below(kBeams);
+      const bool is_held = dialect != 1 && groups[static_cast<size_t>(request)] == 1;
       if (is_held && !greedy && random.chance(0.5)) {
         trie_numbers[slot] = random.below(static_cast<int64_t>(tries.size()));
         has_tries = true;
@@ -71,7 +71,7 @@ struct Requests {
       for (int64_t group = 0; group < groups[static_cast<size_t>(request)]; ++group, ++slot) {
         num_beams[slot] = width;
         searches.push_back(
-            {{slot, slot, rules, rows, width, 0, rows, rows + width, rows - first}, group});
+            {{slot, slot, dialect, rows, width, 0, rows, rows + width, rows - first}, group});
         rows += width;
       }
     }
