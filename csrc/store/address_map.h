@@ -1,5 +1,5 @@
-// The address map in memory: hash -> list of entries; and what eviction needs to know of them:
-// which entry continues which, and which was used least recently.
+// The address map in memory: hash -> list of entries, with the parent links and the order of use
+// that eviction needs.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@ using EntryId = uint32_t;
 constexpr EntryId kNoEntry = UINT32_MAX;
 constexpr uint32_t kNoArea = UINT32_MAX;
 
-// What memory and the durable index have of a stored chunk of a prefix.
+// The fields of a stored chunk that memory and the durable index share.
 struct Chunk {
   Digest key{};             // hash of all tokens of the prefix
   uint64_t num_tokens = 0;  // computed tokens, all of the prefix
   uint32_t area = kNoArea;  // physical address: the slot
   uint32_t count = 0;       // tokens in the slot
-  uint32_t header_crc = 0;  // of the slot's header, which holds those of the planes
+  uint32_t header_crc = 0;  // of the slot's header, which holds the planes' checksums
   uint32_t usable_from = 0;
   uint64_t tenant = 0;
   uint64_t sequence = 0;  // of the change that made it
@@ -29,7 +29,7 @@ struct Chunk {
   bool pinned = false;
 };
 
-// A chunk in memory. A root (num_tokens 0, no area) is what first chunks continue.
+// A chunk in memory. A root (num_tokens 0, no area) is the parent of first chunks.
 struct Entry : Chunk {
   uint64_t batch = 0;          // of commits; durable once that batch is
   uint32_t leases = 0;         // hits that are held
@@ -51,7 +51,7 @@ class AddressMap {
   EntryId find(uint64_t num_tokens, const Digest& key) const;
   // Not linked to a parent yet; the most recently used.
   EntryId insert(const Entry& entry);
-  // The root with this key, made where there is none.
+  // Returns the root with this key; adds it if missing.
   EntryId root(const Digest& key);
   void link(EntryId id, EntryId parent);
   // It has no children; a root goes with its last child.

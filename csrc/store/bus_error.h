@@ -1,4 +1,4 @@
-// Reading a mapped file whose pages may go: where one cannot be had, the kernel sends SIGBUS.
+// Reads a mapped file. The kernel sends SIGBUS where a page cannot be read.
 #pragma once
 
 #include <csetjmp>

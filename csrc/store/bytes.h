@@ -1,4 +1,4 @@
-// Little-endian fields in byte strings: what is hashed, headers of slots, files that are exchanged.
+// Little-endian fields in byte strings, for hashes, slot headers and exchanged files.
 #pragma once
 
 #include <cstdint>

@@ -34,7 +34,7 @@ constexpr auto kTables = make_tables();
 
 #if defined(__x86_64__)
 
-// Bytes of one of the three streams: long ones for bulk, short ones for what is left.
+// Bytes of one of the three streams: long ones for bulk, short ones for the rest.
 constexpr size_t kLong = 4096, kShort = 256;
 
 // x^bits modulo the polynomial, reflected: the bit of x^0 is the highest.

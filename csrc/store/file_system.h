@@ -35,7 +35,7 @@ class File {
   virtual const uint8_t* cached(uint64_t offset, size_t size, uint64_t length) {
     return static_cast<void>(offset), static_cast<void>(size), static_cast<void>(length), nullptr;
   }
-  // They need not count as memory of the process any more. Who looks at them still may go on.
+  // Drops the mapping's pages from the resident set. Existing readers stay valid.
   virtual void leave_cached() {}
 };
 
@@ -65,7 +65,7 @@ class FileSystem {
   // Which start of the system this is: what was written since is there, synced or not. Empty: not
   // known.
   virtual std::string boot() { return {}; }
-  // What files in the directory can still grow by; UINT64_MAX: not known.
+  // Free bytes for files in the directory; UINT64_MAX: not known.
   virtual uint64_t free_bytes(const std::string& path) {
     return static_cast<void>(path), UINT64_MAX;
   }

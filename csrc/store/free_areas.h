@@ -1,5 +1,5 @@
-// Free slots in two queues: those that have stored nothing for a set time, and those that a
-// deletion freed within it. Which one serves an export is decided by how many each has left.
+// Free slots in two queues: slots idle for a set time, and slots freed since then. Which one serves
+// an export is decided by how many each has left.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace lmdecode::store {
 
 class FreeAreas {
  public:
-  // Areas are numbered from 0 to capacity - 1; those from `used` on have never stored anything.
+  // Areas are numbered from 0 to capacity - 1; areas from `used` on have never stored anything.
   void reset(uint32_t used, uint32_t capacity, int64_t idle_ms);
   // Freed at this time; into the first queue where that is long ago. Times do not decrease.
   void add_freed(uint32_t area, int64_t freed_ms, int64_t now_ms);
@@ -28,9 +28,9 @@ class FreeAreas {
   // The disk is full: no area that was never used, or was refused, is handed out ...
   void keep_to_used() { only_used_ = true; }
   void use_all() { only_used_ = false; }  // ... until it is not.
-  // Both queues, whose space was given back to the disk: they serve like refused ones.
+  // Treats both queues as refused: their space was returned to the disk.
   void refuse_all();
-  // Of both queues those whose space is still theirs; from now on it counts as given back.
+  // Returns the areas of both queues that still have disk space, and marks it as returned.
   std::vector<uint32_t> take_space();
 
   uint64_t idle() const { return idle_.size() + (only_used_ ? 0 : capacity_ - used_); }
@@ -38,7 +38,7 @@ class FreeAreas {
   uint64_t refused() const { return refused_.size(); }
   uint64_t total() const { return idle() + freed() + (only_used_ ? 0 : refused()); }
   uint32_t used() const { return used_; }
-  std::vector<uint32_t> listed() const;  // all queues, without those never used
+  std::vector<uint32_t> listed() const;  // all queues, without areas never used
 
  private:
   struct Freed {

@@ -49,7 +49,7 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch, Survives what) {
     SlabFiles& slabs = *slabs_;
     IndexDatabase& index = *index_;
     lock.unlock();
-    // What slots hold is durable before the index refers to it.
+    // Slots are durable before the index refers to them.
     const int error = syncs ? slabs.sync() : 0;
     std::string reason;
     CommitResult result = CommitResult::kFailed;
@@ -62,7 +62,7 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch, Survives what) {
         result = index.commit(taken.changes, what, &reason);
       }
     }
-    // What a conversation cannot be had without comes first.
+    // On a full disk, commit session tokens first: a session cannot be resumed without them.
     bool has_saved_sessions = false;
     if (result == CommitResult::kDiskFull && !taken.changes.sessions.empty()) {
       IndexBatch sessions;

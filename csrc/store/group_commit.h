@@ -17,7 +17,7 @@
 
 namespace lmdecode::store {
 
-// All under a mutex of the owner's, which commit() and wait() let go of meanwhile.
+// All under the owner's mutex; commit() and wait() release it meanwhile.
 class GroupCommit {
  public:
   using Lock = std::unique_lock<std::mutex>;
@@ -50,14 +50,14 @@ class GroupCommit {
     row.pinned = erased;
     add(std::move(row));
   }
-  // Of changes of areas, by which readers find those that are new to them.
+  // Numbers changes of areas: readers find new ones by it.
   uint64_t next_sequence() { return ++sequence_; }
   uint64_t sequence() const { return sequence_; }
   void follow_sequence(uint64_t newest) { sequence_ = newest; }
   // Nobody writes into the area before the batch is durable.
   void free(uint32_t area) { open_.freed.push_back(area); }
   uint64_t open_number() const { return open_number_; }
-  // What is not durable.
+  // Changes that are not durable.
   bool has_changes() const { return !open_.changes.empty() || written_ > committed_; }
   // Areas that wait for a durable commit.
   size_t num_freed() const { return open_.freed.size() + written_freed_.size(); }
@@ -114,7 +114,8 @@ class GroupCommit {
   uint64_t failed_ = 0;
   uint64_t commits_ = 0;
   bool is_committing_ = false;
-  // Who commits waits a little for those who came with it last time: they are on their way again.
+  // A committing thread waits briefly for the threads that joined the last commit: they usually
+  // come again.
   bool is_gathering_ = false;
   uint32_t joined_ = 0;       // calls that want the open batch to be written
   uint32_t last_joined_ = 0;  // that wanted the batch before it

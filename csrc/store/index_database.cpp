@@ -479,7 +479,7 @@ void IndexDatabase::copy_to(const std::string& path) {
     }
     code = sqlite3_errcode(target);
   }
-  if (code == SQLITE_OK) {  // slots that are copied are those of the durable index
+  if (code == SQLITE_OK) {  // copies the slots of the durable index
     code = sqlite3_exec(target,
                         "DROP TABLE IF EXISTS unsynced_areas; DROP TABLE IF EXISTS unsynced_boot",
                         nullptr, nullptr, nullptr);

@@ -1,5 +1,5 @@
 // The durable index: SQLite in WAL mode. One row an area, so that no area can be owned twice; rows
-// carry the number of the change that wrote them, which is how readers follow the writer.
+// carry the number of the change that wrote them; readers follow the writer by it.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct sqlite3_stmt;
 
 namespace lmdecode::store {
 
-// What an area holds. count 0: nothing, since used_ms.
+// The content of an area. count 0: empty since used_ms.
 struct AreaRow : Chunk {
   Digest parent{};
 };
@@ -38,7 +38,7 @@ struct UseTime {
   int64_t used_ms;
 };
 
-// What one transaction writes.
+// The writes of one transaction.
 struct IndexBatch {
   std::vector<AreaRow> areas;
   std::vector<SessionRow> sessions;
@@ -48,7 +48,7 @@ struct IndexBatch {
 
 enum class CommitResult { kDone, kDiskFull, kFailed };
 
-// What a change survives: that the process is killed, or a loss of power as well.
+// What a change survives: a kill of the process, or a loss of power as well.
 enum class Survives { kKill, kPowerLoss };
 
 class IndexDatabase {
@@ -77,7 +77,7 @@ class IndexDatabase {
   // Rows of changes after this one, each once.
   void read_areas(uint64_t after_sequence, const std::function<void(const AreaRow&)>& visit);
   uint64_t count_areas();
-  // Tokens are checked against their hash: throws StoreError kDamaged where they are not those.
+  // Throws StoreError kDamaged if the tokens do not match their hash.
   std::optional<SessionRow> read_session(const Digest& root, const std::string& name);
   std::vector<SessionRow> list_sessions();  // without tokens
   uint64_t count_sessions();
@@ -86,12 +86,12 @@ class IndexDatabase {
   void check_structure();
   // A copy of the committed state at another path, durable.
   void copy_to(const std::string& path);
-  // Moves what readers do not need any more from the log into the file: the log's space serves
-  // again. False: not all of it.
+  // Moves pages that no reader needs from the log into the file: the log's space serves again.
+  // False: not all of it.
   bool recycle_log();
-  // Does so by itself once the log has so many bytes.
+  // Sets the size of the log at which that happens by itself.
   void limit_log(uint64_t bytes);
-  // Moves the log into the file, where what was deleted is zeros, and cuts it to nothing.
+  // Moves the log into the file, zeroes deleted content, and truncates the log.
   void empty_log();
   // Moves the log into the file and gives free pages back, if there is space to do so.
   void compact();

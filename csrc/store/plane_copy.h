@@ -14,9 +14,9 @@ void copy_plane(char* target, const PlaneStrides& target_strides, const char* so
                 const PlaneStrides& source_strides, int64_t heads, int64_t tokens, int64_t elements,
                 int64_t element_size, bool streamed = false);
 
-// copy_plane() of a whole plane, in which nothing lies between heads and rows, and its crc32c; in
-// one pass where the machine and the rows allow it. staging: memory for the plane, where the source
-// must be read once because it may change meanwhile; null: it may be read twice.
+// copy_plane() of a whole plane without gaps between heads and rows, and its crc32c; in one pass
+// where the machine and the rows allow it. staging: memory for the plane, where the source must be
+// read once because it may change meanwhile; null: it may be read twice.
 uint32_t copy_plane_crc32c(char* target, const PlaneStrides& target_strides, const char* source,
                            const PlaneStrides& source_strides, int64_t heads, int64_t tokens,
                            int64_t elements, int64_t element_size, bool streamed,

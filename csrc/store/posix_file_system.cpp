@@ -101,7 +101,7 @@ class PosixFile : public File {
   void map(uint64_t length) {
     void* mapped = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, descriptor_, 0);
     if (mapped == MAP_FAILED) return;
-    ::madvise(mapped, length, MADV_DONTFORK);  // who forks opens the store again
+    ::madvise(mapped, length, MADV_DONTFORK);  // a forked process opens the store again
     mapped_ = mapped;
     length_ = length;
   }
@@ -120,8 +120,8 @@ class PosixFile : public File {
 class PosixLock : public PosixFile {
  public:
   explicit PosixLock(int descriptor) : PosixFile(descriptor), locked_(descriptor) {}
-  // A lock is that of all copies of the descriptor. Processes that were forked meanwhile have some:
-  // they would go on holding it, and may not take it away.
+  // All copies of a descriptor share its lock, and forked processes have some: they would go on
+  // holding it, and may not take it away.
   ~PosixLock() override {
     if (::getpid() == owner_) ::flock(locked_, LOCK_UN);
   }

@@ -173,7 +173,7 @@ EntryId PrefixIndex::longest_child(EntryId parent, PrefixKeys& keys, size_t chun
   const std::span<const int32_t> tokens = keys.chunk(chunk);
   const Digest key = map_[parent].key;
   const uint64_t before = map_[parent].num_tokens;
-  // By hash, which costs no reading: tails that end where the tokens end, or before.
+  // By hash, without reading slots: tails that end at or before the end of the tokens.
   std::unordered_map<uint32_t, Digest> known;
   for (EntryId id = map_[parent].first_child; id != kNoEntry; id = map_[id].next_sibling) {
     const Entry& entry = map_[id];

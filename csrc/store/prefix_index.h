@@ -27,7 +27,7 @@ struct PrefixChain {
 
 class PrefixIndex {
  public:
-  // The tokens of an entry's slot; nothing if they cannot be read or differ from those written.
+  // The tokens of an entry's slot; nothing if unreadable or damaged.
   using ReadTokens = std::function<std::optional<std::vector<int32_t>>(const Entry& entry)>;
   using Drop = std::function<void(EntryId id)>;
 
@@ -39,7 +39,7 @@ class PrefixIndex {
   Entry& operator[](EntryId id) { return map_[id]; }
   const Entry& operator[](EntryId id) const { return map_[id]; }
   EntryId find(uint64_t num_tokens, const Digest& key) const { return map_.find(num_tokens, key); }
-  EntryId root(const Digest& key) { return map_.root(key); }  // made where there is none
+  EntryId root(const Digest& key) { return map_.root(key); }  // added if missing
   EntryId at(uint32_t area) const { return area < by_area_.size() ? by_area_[area] : kNoEntry; }
   EntryId oldest() const { return map_.oldest(); }
   bool holds(EntryId id, uint64_t sequence) const { return map_.holds(id, sequence); }

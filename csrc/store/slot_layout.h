@@ -1,6 +1,6 @@
-// What lies in a slot: a header with the key, the tokens and a checksum of each plane, then a plane
-// of keys and one of values for each layer, then the state behind the slot's last token, where the
-// model keeps one. docs/reference/store_format.md gives it byte by byte.
+// A slot: a header with the key, the tokens and a checksum of each plane, then planes of keys and
+// values for each layer, then the state after the slot's last token, where the model keeps one.
+// docs/reference/store_format.md gives it byte by byte.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,8 @@ struct ModelShape {
   uint32_t element_size = 0;  // bytes
   // One a layer: a token sees itself and window - 1 tokens before it; 0: all of them.
   std::vector<uint32_t> windows;
-  // Of the state behind a prefix, which other layers keep; 0: there is none. It is a layer behind
-  // the others, with one plane and a window of 2: what the next token needs is the state behind the
-  // last one.
+  // Bytes of the state after a prefix, which other layers keep; 0: none. It is stored as a last
+  // layer with one plane and a window of 2: the next token needs the state after the last one.
   uint64_t state_bytes = 0;
 
   uint32_t num_kv_planes() const { return 2 * num_layers; }
@@ -93,7 +92,7 @@ struct SlotHeader {
 void encode_header(const SlotLayout& layout, const SlotHeader& header, std::span<uint8_t> out);
 // Trusts nothing: throws StoreError kDamaged where a field cannot be one of this layout.
 SlotHeader decode_header(const SlotLayout& layout, std::span<const uint8_t> bytes);
-// Whether the planes of a slot, image_bytes(count, usable_from) bytes, are those of its checksums.
+// Whether the planes of a slot, image_bytes(count, usable_from) bytes, match its checksums.
 bool planes_are_whole(const SlotLayout& layout, const SlotHeader& header,
                       std::span<const uint8_t> image);
 

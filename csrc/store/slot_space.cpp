@@ -1,4 +1,4 @@
-// Making room: what has expired goes, and what was used least recently.
+// Evicts expired and least recently used entries.
 #include "store/slot_space.h"
 
 #include <algorithm>
@@ -59,7 +59,7 @@ bool SlotSpace::is_evictable(const Entry& entry) const {
          commits_.is_durable(entry.batch);
 }
 
-// Leaves, the least recently used first, as long as they are wanted. Returns how many it freed.
+// Evicts wanted leaves, least recently used first. Returns their number.
 uint64_t SlotSpace::evict_while(const IsWanted& is_wanted, Evicted* evicted) {
   uint64_t freed = 0;
   for (EntryId id = prefixes_.oldest(); id != kNoEntry;) {
@@ -80,7 +80,7 @@ uint64_t SlotSpace::evict_while(const IsWanted& is_wanted, Evicted* evicted) {
   return freed;
 }
 
-// So many, of one tenant if one is named.
+// Evicts `wanted` entries, of one tenant if given. Returns their number.
 uint64_t SlotSpace::evict(uint64_t wanted, const uint64_t* tenant, Evicted* evicted) {
   const auto is_wanted = [&](const Entry& entry) {
     if (wanted == 0) return Wanted::kNoMore;
@@ -91,7 +91,7 @@ uint64_t SlotSpace::evict(uint64_t wanted, const uint64_t* tenant, Evicted* evic
   return evict_while(is_wanted, evicted);
 }
 
-// So many bytes of slots, of entries that were not used later. Returns how many there were.
+// Evicts up to `bytes` of slots last used until a time. Returns the bytes.
 uint64_t SlotSpace::evict_bytes(uint64_t bytes, int64_t used_until_ms, Evicted* evicted) {
   uint64_t freed = 0;
   const auto is_wanted = [&](const Entry& entry) {
@@ -103,7 +103,7 @@ uint64_t SlotSpace::evict_bytes(uint64_t bytes, int64_t used_until_ms, Evicted* 
   return freed;
 }
 
-// Entries past their time that nothing continues, and then what they continued.
+// Drops expired leaves, and then their parents.
 uint64_t SlotSpace::drop_expired() {
   uint64_t dropped = 0;
   const int64_t time = now();
@@ -124,8 +124,8 @@ uint64_t SlotSpace::drop_expired() {
   return dropped;
 }
 
-// Free areas that a store likes to have: not every put of a full one should wait for a flush before
-// its own, which makes the deletions durable.
+// Free areas kept ahead, so that a put into a full store seldom waits for the flush that makes
+// evictions durable.
 uint64_t SlotSpace::reserve() const { return capacity() / kReserveFraction; }
 
 void SlotSpace::keep_reserve() {
@@ -173,7 +173,7 @@ std::vector<uint32_t> SlotSpace::allocate(Lock& lock, uint64_t wanted, uint64_t 
 
 bool SlotSpace::make_room_for_index(IndexDatabase& index, int attempt) {
   if (attempt == 0 && index.recycle_log()) return true;
-  // The log is at most as long as the reserve: so is what the file lacks of it.
+  // The log is at most as long as the reserve, so the reserve suffices to merge it.
   if (!index_reserve_.release()) return false;
   index.recycle_log();
   return true;
@@ -199,8 +199,8 @@ void SlotSpace::refuse(uint32_t area) {
   free_areas_.refuse(area);
 }
 
-// The deletions of these found no space in the index: the entries are as good as before. They are
-// in the order in which they were evicted, what continues an entry before it.
+// Restores entries whose deletions found no space in the index. `evicted` is in order of eviction:
+// children before parents.
 void SlotSpace::restore(Evicted evicted) {
   if (!commits_.found_no_space()) return;  // a commit that failed may be on the disk all the same
   std::reverse(evicted.begin(), evicted.end());
@@ -220,7 +220,7 @@ uint64_t SlotSpace::areas_for_reserve() const {
   return (index_reserve_.missing() + layout_.slot_bytes() - 1) / layout_.slot_bytes();
 }
 
-// Gives the index back what it took from its reserve.
+// Refills the reserve of the index.
 void SlotSpace::feed_reserve() {
   if (index_reserve_.missing() == 0 || commits_.is_committing()) return;
   if (!is_full(index_reserve_.fill()) || !disk_is_full_) return;

@@ -1,5 +1,5 @@
-// Room for new slots: free areas, what has expired, what was used least recently, and on a full
-// disk the space of what was evicted.
+// Room for new slots: free areas, expired entries, least recently used entries, and on a full disk
+// the space of evicted entries.
 #pragma once
 
 #include <atomic>
@@ -20,15 +20,16 @@
 
 namespace lmdecode::store {
 
-// Any number of threads may call.
+// Disk space reserved for the index: a file of meaningless bytes. On a full disk the index takes
+// its space from it; the file is filled again from slots that are given up. Thread-safe.
 class IndexReserve {
  public:
   IndexReserve(FileSystem& file_system, std::string path, uint64_t bytes)
       : file_system_(file_system), path_(std::move(path)), bytes_(bytes) {}
 
-  // As far as there is space. 0 or -errno; what was written before an error stays.
+  // Fills the file as far as there is space. 0 or -errno; bytes written before an error stay.
   int fill();
-  // Gives all of it to the disk. False: there was nothing.
+  // Returns all of it to the disk. False: it was empty.
   bool release();
   uint64_t missing() const { return bytes_ - held_; }
 
@@ -40,7 +41,7 @@ class IndexReserve {
   std::atomic<uint64_t> held_{0};
 };
 
-// All under the engine's mutex, which it lets go of while it commits.
+// All under the engine's mutex, which it releases while it commits.
 class SlotSpace {
  public:
   using Lock = GroupCommit::Lock;
@@ -62,12 +63,11 @@ class SlotSpace {
 
   // --- entries that go
 
-  // The entry, which nothing continues, leaves the map; its area waits for the deletion to be
-  // durable.
+  // Removes an entry without children; its area is free once the deletion is durable.
   void free_entry(EntryId id);
   void drop_subtree(EntryId id);
   uint64_t drop_expired();
-  // Their deletion is durable.
+  // Frees areas whose deletion is durable.
   void take_freed(const std::vector<uint32_t>& areas);
 
   // Freed areas are not handed out until each hold has ended: a backup copies.
@@ -78,23 +78,23 @@ class SlotSpace {
 
   // --- areas for a put
 
-  // Up to `wanted` free areas; evicts what it must, and waits until that is durable.
+  // Returns up to `wanted` free areas; evicts entries if needed, and waits until that is durable.
   std::vector<uint32_t> allocate(Lock& lock, uint64_t wanted, uint64_t tenant, uint64_t quota);
   // Evicts ahead of the next put. The deletions go with the next commit, the caller's.
   void keep_reserve();
-  // The area could not be written: what of it was, is of use elsewhere.
+  // The area could not be written: returns its space to the disk.
   void refuse(uint32_t area);
 
   // --- a full disk
 
-  // For new slots, when last tried.
+  // Whether the last write to a new slot found no space.
   bool disk_is_full() const { return disk_is_full_; }
   void note_full_disk();
-  // Whether others have made room meanwhile, for so many bytes of slots and then some; and whether
-  // they have left none, for the index comes first.
+  // Updates disk_is_full(): room for twice `bytes` clears it, an index reserve that cannot be
+  // filled sets it.
   void look_for_space(uint64_t bytes);
-  // Lets the disk have so many bytes: those of free slots, and of the least recently used entries
-  // as far as these do not do. trusts_disk: what it says of its free space is true.
+  // Returns `bytes` to the disk from free slots, then from the least recently used entries.
+  // trusts_disk: its reported free space counts, too.
   void pool_space(Lock& lock, uint64_t bytes, bool trusts_disk);
   bool make_room_for_index(IndexDatabase& index, int attempt);
   // Size of a slot on disk, in whole blocks of most file systems.
@@ -106,10 +106,10 @@ class SlotSpace {
   uint64_t give_space_back(Lock& lock, uint64_t bytes, int64_t used_until_ms);
 
   void note_stored(bool is_all, bool lacked_space);
-  const std::string& no_space() const { return no_space_; }  // what failure() says of that
+  const std::string& no_space() const { return no_space_; }  // the message for failure()
 
  private:
-  // Entries evicted by an allocation, which are restored if the deletion cannot be made durable.
+  // Entries evicted by an allocation; restored if the deletion cannot be made durable.
   using Evicted = std::vector<AreaRow>;
   enum class Wanted { kYes, kNo, kNoMore };
   using IsWanted = std::function<Wanted(const Entry& entry)>;

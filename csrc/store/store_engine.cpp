@@ -80,7 +80,7 @@ void parallel_items(size_t size, int threads, const std::function<void(size_t)>&
   try {
     for (size_t worker = 1; worker < workers; ++worker) others.emplace_back(work);
   } catch (const std::system_error&) {
-    // No more threads to be had: those there are do the work.
+    // No more threads are available: the existing ones do the work.
   }
   for (size_t item = next++; item < size; item = next++) {
     if (goes_on && !goes_on()) {
@@ -197,7 +197,7 @@ void StoreEngine::open_files() {
   space_.start(*slabs_);
   if (!options_.readonly) {
     recover_unsynced();
-    reserve.fill();  // what there is no space for comes later
+    reserve.fill();  // a full disk fills it later
   }
   load_index();
   if (options_.relaxed && !options_.readonly && options_.flush_interval_ms > 0) {
@@ -272,8 +272,8 @@ void StoreEngine::run_flush_timer() {
 
 // ---- the index
 
-// Changes that were not durable when the last writer was killed: the slots have what they say if
-// the system has not been started again since. An error leaves them for the next one who opens.
+// Changes that were not durable when the last writer was killed: their slots are intact unless the
+// system has restarted since. An error leaves them for the next open.
 void StoreEngine::recover_unsynced() {
   const std::optional<std::string> boot = index_->unsynced_boot();
   if (!boot.has_value()) return;
@@ -303,7 +303,7 @@ void StoreEngine::load_index() {
     (row.count == 0 ? free : rows).push_back(row);
   });
   prefixes_.reserve(rows.size(), used);
-  // Insertion is use; among equals parents come after what continues them.
+  // Insertion counts as use; among equals, children come before parents.
   std::sort(rows.begin(), rows.end(), [](const AreaRow& a, const AreaRow& b) {
     return a.used_ms != b.used_ms ? a.used_ms < b.used_ms : a.num_tokens > b.num_tokens;
   });

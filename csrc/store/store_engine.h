@@ -55,7 +55,7 @@ class StagingBuffer {
 
 class StoreEngine;
 
-// A stored entry, and how much of it is in a hit.
+// A stored entry, and the tokens of it that a hit uses.
 struct HitPart : Chunk {
   EntryId id;
   uint32_t take;  // of its tokens
@@ -75,8 +75,8 @@ class Hit {
   const std::vector<int32_t>& tokens() const { return tokens_; }
   const std::vector<HitPart>& parts() const { return parts_; }
 
-  // Checksums of a part's planes, of a header that was read and checked for other layers; nothing:
-  // none was. Any number of threads may call.
+  // Checksums of a part's planes, from a header already checked for other layers; nothing if there
+  // is none yet. Thread-safe.
   std::optional<std::vector<uint32_t>> plane_crcs(size_t part) const;
   void keep_plane_crcs(size_t part, const std::vector<uint32_t>& crcs);
 
@@ -165,7 +165,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   // StoreError if the erasure cannot be made durable.
   uint64_t erase(const Scope& scope, const std::vector<int32_t>* tokens,
                  const std::string* session);
-  // Which of these entries of another store the same call would erase, by the headers of their
+  // Returns which entries of another store the same call would erase, by the headers of their
   // images. All have one root: the root of the scope, if tokens or a session are given.
   std::vector<bool> erases(const Scope& scope, const std::vector<int32_t>* tokens,
                            const std::string* session,
@@ -222,7 +222,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   void open_files();
   void check_usable() const;
   void require_writer() const;
-  // What is acknowledged survives this.
+  // What acknowledged changes survive.
   Survives survives() const { return options_.relaxed ? Survives::kKill : Survives::kPowerLoss; }
   void recover_unsynced();
   void load_index();
@@ -277,7 +277,7 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   const int process_;
   StoreStats stats_{};
 
-  std::mutex mutex_;  // of all that follows, up to the next comment
+  std::mutex mutex_;  // guards all that follows, up to the next comment
   std::unique_ptr<File> writer_lock_;
   std::unique_ptr<SlabFiles> slabs_;
   std::unique_ptr<IndexDatabase> index_;  // a writer's is the committing thread's while it commits
@@ -293,15 +293,13 @@ class StoreEngine : public std::enable_shared_from_this<StoreEngine> {
   std::thread flush_thread_;
 };
 
-// The header, if it is the one that the index means.
+// Returns the header if it matches the index.
 std::optional<SlotHeader> check_header(const SlotLayout& layout, const Chunk& chunk,
                                        std::span<const uint8_t> bytes);
-// Reads a slot and checks every byte of it; nothing if it differs from what was written, or cannot
-// be read: *error is -errno.
+// Reads a slot and checks every byte; nothing if it is damaged or unreadable (*error is -errno).
 std::optional<SlotHeader> read_whole(const SlotLayout& layout, SlabFiles& slabs, const Chunk& chunk,
                                      std::span<uint8_t> image, int* error);
-// Trusts nothing: throws StoreError kDamaged where an image is not one that a store of this layout
-// could have written.
+// Throws StoreError kDamaged for an image that no store of this layout could have written.
 SlotHeader check_image(const SlotLayout& layout, std::span<const uint8_t> image);
 
 // Layers with a window may have more tokens than they need, or exactly these. Throws

@@ -19,7 +19,7 @@ bool begin_with(const std::vector<int32_t>& tokens, const std::vector<int32_t>& 
          std::equal(beginning.begin(), beginning.end(), tokens.begin());
 }
 
-// The tokens of a session, or those given; nothing: everything.
+// The tokens of a session, or the given tokens; nothing: erase everything.
 std::optional<std::vector<int32_t>> erased_tokens(IndexDatabase& index, const Digest& root,
                                                   const std::vector<int32_t>* tokens,
                                                   const std::string* session) {
@@ -31,7 +31,7 @@ std::optional<std::vector<int32_t>> erased_tokens(IndexDatabase& index, const Di
   return std::move(row->tokens);
 }
 
-// Tokens of the sessions with the same root that go on, but for those that are erased with them.
+// Tokens of the remaining sessions with the same root.
 std::vector<std::vector<int32_t>> other_sessions(IndexDatabase& index, const Digest& root,
                                                  const std::vector<int32_t>& tokens,
                                                  const std::string* session) {
@@ -52,8 +52,8 @@ std::vector<std::vector<int32_t>> other_sessions(IndexDatabase& index, const Dig
 
 }  // namespace
 
-// Slots of one prefix, told by what their headers say: those that hold its beginning and nothing
-// else, and those that hold all of it, or continue it. Parents are to be asked before children.
+// Recognises slots of one prefix by their headers: slots with part of its beginning, with all of
+// it, or with its continuations. Ask for parents before children.
 class StoreEngine::ErasedSlots {
  public:
   ErasedSlots(const Digest& root, const std::vector<int32_t>& tokens, uint32_t chunk_tokens)
@@ -61,7 +61,7 @@ class StoreEngine::ErasedSlots {
   ErasedSlots(const ErasedSlots&) = delete;
   ErasedSlots& operator=(const ErasedSlots&) = delete;
 
-  // tokens: read where they are needed; null: they cannot be, and the slot may hold any.
+  // tokens: reads them if needed; nothing if unreadable: the slot may hold any.
   template <class Tokens>
   bool hold(uint64_t num_tokens, uint32_t count, const Digest& key, const Digest& parent,
             const Tokens& tokens) {
@@ -92,7 +92,7 @@ class StoreEngine::ErasedSlots {
   std::set<Digest> inside_;  // keys of entries that hold all the tokens
 };
 
-// Entries behind `parent`, what continues them first.
+// Collects the erased descendants of `parent`, children before parents.
 void StoreEngine::collect_erased(EntryId parent, ErasedSlots& slots, std::vector<EntryId>* found) {
   for (EntryId id = prefixes_[parent].first_child; id != kNoEntry;
        id = prefixes_[id].next_sibling) {
@@ -106,8 +106,8 @@ void StoreEngine::collect_erased(EntryId parent, ErasedSlots& slots, std::vector
   }
 }
 
-// Free slots that still hold an earlier stage of what is erased, or something that was evicted of
-// it: taken out of the queues. slots null: every free slot.
+// Removes free slots that still hold erased or evicted content of the prefix from the queues, and
+// returns them. slots null: every free slot.
 std::vector<uint32_t> StoreEngine::take_stale(Lock& lock, ErasedSlots* slots) {
   std::vector<uint32_t> areas = space_.free_areas().listed();
   if (slots != nullptr) {
@@ -144,7 +144,7 @@ std::vector<uint32_t> StoreEngine::take_stale(Lock& lock, ErasedSlots* slots) {
   return areas;
 }
 
-// Overwrites slots that nothing refers to, and lets them be used again.
+// Overwrites unreferenced slots, then frees them.
 void StoreEngine::overwrite(Lock& lock, const std::vector<uint32_t>& areas) {
   if (areas.empty()) return;
   const std::vector<uint8_t> zeros(slot_bytes_);
@@ -165,7 +165,7 @@ void StoreEngine::overwrite(Lock& lock, const std::vector<uint32_t>& areas) {
   if (!commits_.commit(lock)) fail_to_commit();
 }
 
-// Nothing waits to be committed, and nobody commits: the index is what memory has.
+// Waits until nothing is left to commit: the index then matches memory.
 void StoreEngine::settle(Lock& lock) {
   require_writer();
   if (!commits_.failure().empty()) {
@@ -196,7 +196,7 @@ uint64_t StoreEngine::erase(const Scope& scope, const std::vector<int32_t>* toke
     for (const std::vector<int32_t>& other : other_sessions(*index_, of_scope, *erased, session)) {
       PrefixKeys keys = keys_of(of_scope, other);
       for (const auto& [id, take] : prefixes_.longest(keys).parts) {
-        if (take == prefixes_[id].count) needed.insert(id);  // what it shares in part may go
+        if (take == prefixes_[id].count) needed.insert(id);  // entries that it uses in part may go
       }
     }
     slots.emplace(of_scope, *erased, layout_.chunk_tokens);

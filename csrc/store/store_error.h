@@ -1,4 +1,4 @@
-// What the store throws, by kind; std::invalid_argument besides, for wrong arguments.
+// The store's exceptions, by kind; wrong arguments throw std::invalid_argument.
 #pragma once
 
 #include <cerrno>
@@ -27,7 +27,7 @@ class StoreError : public std::runtime_error {
   int error_number_;
 };
 
-// Of a call that returned -errno: there is no space left.
+// Whether a result of -errno means that no space is left.
 inline bool is_full(int error) { return error == -ENOSPC || error == -EDQUOT; }
 
 }  // namespace lmdecode::store

@@ -1,5 +1,5 @@
 // From slots to tensors. Every byte is checked against the checksums before it is handed out: the
-// index holds that of the header, the header those of the planes.
+// index holds the header's checksum, the header holds the planes'.
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -14,26 +14,26 @@ namespace lmdecode::store {
 
 namespace {
 
-// Tuning: what is read at once, and from which size on a load goes past the caches.
+// Tuning: bytes read at once, and the size from which a load bypasses the caches.
 constexpr uint64_t kReadBytes = uint64_t{1} << 18;
 constexpr uint64_t kStreamedBytes = uint64_t{16} << 20;
 
-// What says nothing about the slot: it stays. A slot that cannot be read for good is dropped, or it
-// would be in the way of a new one for ever.
+// Errors that say nothing about the slot: it stays. A slot that cannot be read for good is dropped,
+// or it would be in the way of a new one for ever.
 bool is_transient(int error) {
   return error == -EMFILE || error == -ENFILE || error == -ENOMEM || error == -EACCES;
 }
 
 enum class PartResult { kLoaded, kDamaged, kUnreadable };
 
-// The slot's own tokens are those that were looked up: no hash is trusted alone.
+// Compares the slot's tokens with the looked-up ones: a hash alone is not trusted.
 bool has_tokens(const Hit& hit, const HitPart& part, const SlotHeader& header) {
   const auto begin = hit.tokens().begin() + static_cast<int64_t>(part.num_tokens - part.count);
   return std::equal(begin, begin + part.take, header.tokens.begin());
 }
 
-// What a tensor wants of a stored plane; the checksum of the whole plane. staging: memory for the
-// plane, where what is stored may change while it is read; null: it may not.
+// Copies a tensor's part of a stored plane and returns the checksum of the whole plane. staging:
+// memory for the plane if it may change while it is read; else null.
 uint32_t take_plane(const SlotLayout& layout, uint32_t plane, const uint8_t* stored,
                     const HitPart& part, uint64_t total, const TensorPlane& target, bool streamed,
                     uint8_t* staging) {
@@ -85,8 +85,8 @@ PartResult load_part(const SlotLayout& layout, SlabFiles& slabs, Hit& hit, size_
   const auto is_wanted = [&](const TensorPlane& plane) { return end > total - plane.num_tokens; };
   if (std::none_of(planes.begin(), planes.end(), is_wanted)) return PartResult::kLoaded;
 
-  // So many planes at a time that they are still in the L2 cache when they are checked and copied.
-  // The state is that behind the hit's last token, and a read of its own.
+  // Reads as many planes at a time as the L2 cache holds until they are checked and copied. The
+  // state after the hit's last token is read on its own.
   const uint32_t first_plane = 2 * first_layer, kv_planes = layout.shape.num_kv_planes();
   const auto num_planes = static_cast<uint32_t>(planes.size());
   const uint32_t last_plane =
@@ -134,7 +134,7 @@ PartResult load_part(const SlotLayout& layout, SlabFiles& slabs, Hit& hit, size_
     const uint64_t before = from == first_plane ? lead : 0;
     const uint64_t offset = offset_of(from) - before;
     const uint64_t size = before + offset_of(to) - offset_of(from);
-    // What is in the page cache is copied from there.
+    // Cached pages are copied from the page cache.
     if (const uint8_t* cached = slabs.cached(part.area, offset, size); cached != nullptr) {
       uint8_t* own =
           staging.resized(std::max(before, offset_of(from + 1) - offset_of(from))).data();
@@ -246,7 +246,7 @@ bool StoreEngine::load(Hit& hit, uint32_t first_layer, uint32_t num_layers,
 
 void StoreEngine::drop_damaged(const HitPart& part) {
   if (closed_) return;
-  // A reader is not told when the writer gives the slot to another prefix: that is no damage.
+  // The writer may have given the slot to another prefix without telling readers: not damage.
   if (options_.readonly) refresh();
   if (!prefixes_.holds(part.id, part.sequence)) return;
   ++stats_.damaged;

@@ -11,13 +11,13 @@ namespace lmdecode::store {
 
 namespace {
 
-// On a full disk: into new slots, into those of evicted entries, into the space of evicted entries
-// as the disk counts it, as the store does.
+// On a full disk: new slots, slots of evicted entries, space of evicted entries by the disk's
+// count, then by the store's.
 constexpr int kAttempts = 4;
 constexpr int kPoolAttempt = 2;
 
 // A layer that has the tokens from `first` on serves prefixes of first + window - 1 tokens or more:
-// of what the chunk has to be for all layers, one number is left.
+// the largest over all layers is the chunk's usable_from.
 uint32_t usable_from(const ModelShape& shape, std::span<const TensorPlane> planes,
                      uint64_t num_tokens, uint64_t begin, uint32_t count) {
   uint64_t least = 0;
@@ -114,7 +114,7 @@ void check_planes(const SlotLayout& layout, std::span<const TensorPlane> planes,
   }
 }
 
-// A prefix that is stored again lives as long as the new one would, and so does what it continues.
+// Storing a prefix again extends its lifetime and its ancestors'.
 void StoreEngine::renew(EntryId id, const PutOptions& options) {
   const int64_t expires_ms = options.ttl_ms == 0 ? 0 : now() + options.ttl_ms;
   for (; id != kNoEntry && !prefixes_[id].is_root(); id = prefixes_[id].parent) {
@@ -130,7 +130,7 @@ void StoreEngine::renew(EntryId id, const PutOptions& options) {
   }
 }
 
-// What is not stored yet, parents first. *anchor: the deepest entry that is, or none.
+// The chunks to store, parents first. *anchor: the deepest stored entry, or none.
 std::vector<Step> StoreEngine::plan(PrefixKeys& keys, std::span<const TensorPlane> planes,
                                     const PutOptions& options, EntryId* anchor) {
   std::vector<Step> steps;
@@ -143,7 +143,7 @@ std::vector<Step> StoreEngine::plan(PrefixKeys& keys, std::span<const TensorPlan
                     keys[chunk], keys.before(chunk)};
     EntryId id = prefixes_.find(begin + count, step.key);
     if (id == kNoEntry && count < layout_.chunk_tokens) {
-      // One that goes on where this one ends.
+      // A stored entry that continues this one.
       const EntryId parent = prefixes_.find(begin, step.parent);
       if (parent != kNoEntry) id = prefixes_.child_with(parent, keys, chunk);
     }
@@ -160,7 +160,7 @@ std::vector<Step> StoreEngine::plan(PrefixKeys& keys, std::span<const TensorPlan
   return steps;
 }
 
-// Shorter tails whose tokens the new entry has too: it serves every prefix that they served.
+// Drops shorter tails that the new entry covers.
 void StoreEngine::drop_superseded(EntryId id, EntryId parent, std::span<const int32_t> tokens) {
   const Entry& entry = prefixes_[id];
   const auto chunk = tokens.subspan(entry.num_tokens - entry.count, entry.count);
@@ -182,8 +182,8 @@ void StoreEngine::drop_superseded(EntryId id, EntryId parent, std::span<const in
   }
 }
 
-// Puts a written slot into the map and the open batch. False: the area was not needed, or what the
-// entry continues is gone.
+// Puts a written slot into the map and the open batch. False: the area was not needed, or the
+// parent is gone.
 bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, uint64_t tenant,
                           const PutOptions& options, std::span<const int32_t> tokens) {
   const EntryId parent =
@@ -194,7 +194,7 @@ bool StoreEngine::publish(const Step& step, uint32_t area, uint32_t header_crc, 
   if (id != kNoEntry) {
     Entry& entry = prefixes_[id];
     if (entry.usable_from <= step.usable_from) return false;  // another thread was faster
-    // The same prefix with more of its windows: what continues it stays.
+    // The same prefix with more of its windows: its children stay.
     commits_.add_free(entry.area, time);
     commits_.free(entry.area);
     prefixes_.move(id, area, header_crc, step.usable_from, commits_.next_sequence());
@@ -278,7 +278,7 @@ bool StoreEngine::put_locked(Lock& lock, PrefixKeys& keys, uint64_t tenant,
   return false;
 }
 
-// Commits what is stored of the tokens, and says how much that is.
+// Commits the stored part of the tokens, and returns its length.
 uint64_t StoreEngine::acknowledge(Lock& lock, PrefixKeys& keys, bool had_space) {
   const auto last_batch = [&](const PrefixChain& chain) {
     uint64_t batch = 0;

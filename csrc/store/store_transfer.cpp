@@ -1,4 +1,4 @@
-// Checking all, copying all, and files by which stores exchange entries.
+// Verification, backup, and the files by which stores exchange entries.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -167,7 +167,7 @@ void StoreEngine::backup(const std::string& directory, const Progress& progress)
   const Activity activity(*this, lock);
   if (!options_.readonly && commits_.has_changes()) commits_.commit(lock);
   wait_for_commit(lock);
-  // What the copied index lists, and not what the map holds: others may have changed that since.
+  // Rows of the copied index, not of the map, which may have changed since.
   index_->read_areas(0, [&](const AreaRow& row) {
     if (row.count != 0) rows.push_back(row);
   });
@@ -203,7 +203,7 @@ void StoreEngine::backup(const std::string& directory, const Progress& progress)
   progress(rows.size(), rows.size());
 }
 
-// The entries that hold what is stored of a session, parents first.
+// The entries of a session, parents first.
 std::vector<AreaRow> StoreEngine::chain_rows(const Scope& scope, const std::string& session) {
   const auto tokens = read_session(scope, session);
   if (!tokens.has_value()) {
@@ -248,7 +248,7 @@ void StoreEngine::export_to(const std::string& path, const Scope* scope, const s
     }
     const AreaRow& row = rows[i];
     const auto image = staging.resized(layout_.image_bytes(row.count, row.usable_from));
-    // Damaged, or evicted meanwhile; what continues it finds no parent at the import.
+    // Damaged, or evicted meanwhile; its children find no parent at the import.
     if (!read_whole(layout_, *slabs_, row, image, &error).has_value()) continue;
     out.record(kEntryRecord, image);
   }
@@ -288,7 +288,7 @@ void StoreEngine::import_session(Lock& lock, std::span<const uint8_t> content) {
   check_token_ids(tokens);
   wait_for_commit(lock);
   const auto known = index_->read_session(root_of_session, name);
-  // One that went on here, or went another way, is kept.
+  // A session that is longer or different here is kept.
   if (known.has_value() &&
       (known->tokens.size() > size ||
        !std::equal(known->tokens.begin(), known->tokens.end(), tokens.begin()))) {
@@ -378,8 +378,8 @@ SlotHeader check_image(const SlotLayout& layout, std::span<const uint8_t> image)
   return header;
 }
 
-// Writes a checked image to a slot of its own. True: it is new. False: it is known, what it
-// continues is not, or there is no room. Throws StoreError where the slot cannot be written.
+// Writes a checked image to a slot of its own. True: it is new. False: it is known, its parent is
+// not, or there is no room. Throws StoreError if the slot cannot be written.
 bool StoreEngine::place_image(Lock& lock, SlotHeader& header, std::span<uint8_t> image,
                               const PutOptions& options) {
   const Step step{header.num_tokens - header.count, header.count, header.usable_from, header.key,

@@ -1,4 +1,4 @@
-// What goes into the store's calls and comes out of them.
+// Arguments and results of the store's calls.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +15,15 @@ struct StoreOptions {
   std::string directory;    // of this fingerprint; its parent exists
   std::string fingerprint;  // every number and hash that the KV depends on
   ModelShape shape;
-  uint32_t chunk_tokens = 0;  // 0: that of the store, or the default
+  uint32_t chunk_tokens = 0;  // 0: the store's own, or the default
   bool values_by_column = true;
   uint64_t capacity_bytes = 0;  // of all slots
   uint64_t slab_bytes = uint64_t{1} << 30;
-  bool relaxed = false;  // what is acknowledged survives a kill; a loss of power after the flush
+  bool relaxed = false;  // acknowledged changes survive a kill, and a loss of power after the flush
   bool readonly = false;
-  int64_t flush_interval_ms = 1000;  // of relaxed; 0: only when asked to
-  int64_t idle_ms = 60000;           // after which a freed area counts as one that stored nothing
-  int io_threads = 2;                // of one put or load
+  int64_t flush_interval_ms = 1000;                  // of relaxed; 0: only when asked to
+  int64_t idle_ms = 60000;                           // after which a freed area counts as idle
+  int io_threads = 2;                                // of one put or load
   uint64_t index_reserve_bytes = uint64_t{4} << 20;  // of the disk, for the index
   std::function<int64_t()> now_ms;                   // null: the system's clock
   FileSystem* file_system = nullptr;                 // null: the real one

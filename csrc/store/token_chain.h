@@ -11,9 +11,9 @@
 
 namespace lmdecode::store {
 
-// What two prefixes must share before their tokens are looked at. Byte strings, any content.
+// Two prefixes must share these before their tokens are compared. Byte strings, any content.
 struct Scope {
-  std::string salt;     // the tenant: one never hits what another stored
+  std::string salt;     // the tenant: tenants never share entries
   std::string context;  // other inputs that the KV depends on: encoder input, images, adapters
 };
 
@@ -48,10 +48,10 @@ class PrefixKeys {
   std::vector<Digest> keys_;  // of the leading chunks
 };
 
-// Key of a whole prefix: full chunks, then what is left.
+// Key of a whole prefix: full chunks, then the rest.
 Digest prefix_key(const Digest& root, std::span<const int32_t> tokens, uint32_t chunk_tokens);
 
-// What quotas and listings go by; tells nothing of the salt.
+// The tenant's number in quotas and listings; does not reveal the salt.
 uint64_t tenant_id(const std::string& salt);
 
 }  // namespace lmdecode::store
