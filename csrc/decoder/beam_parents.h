@@ -1,4 +1,4 @@
-// Beams that go on from others: the rows of the table become those of their parents.
+// Moves the rows of the table to the children of beams.
 #pragma once
 
 #include <cstdint>

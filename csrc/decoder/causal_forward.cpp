@@ -77,7 +77,8 @@ void rotary_angles(const CausalModel& model, const int64_t* positions, int64_t r
   }
 }
 
-// gamma [size], or null: 1. first: of heads that begin in rows of this stride.
+// Norms heads of `size` features in rows of `stride`. gamma [size], or null: 1. first: the first
+// row's first head.
 void norm_heads(const DecoderConfig& config, const float* gamma, float* first, int64_t stride,
                 int64_t rows, int64_t all, int64_t size) {
   linear::NormParams params;
@@ -92,7 +93,7 @@ void norm_heads(const DecoderConfig& config, const float* gamma, float* first, i
   }
 }
 
-// qkv [rows, layer.weights.qkv_stride]; values that are keys are written there, too.
+// Norms the heads in qkv [rows, layer.weights.qkv_stride], and copies keys that are also values.
 void prepare_heads(const CausalModel& model, const CausalLayer& layer, int64_t rows, float* qkv) {
   const HeadSizes& heads = layer.heads;
   const int64_t stride = layer.weights.qkv_stride, query_size = model.config.heads * heads.size;
@@ -147,7 +148,7 @@ class CausalForward {
  private:
   const CausalEntry& entry_of(const Segment& segment) const { return p_.entries[segment.entry]; }
 
-  // Whether no layer behind it has keys, or a state, of its own.
+  // Whether no later layer has keys or a state of its own.
   bool is_last(const CausalLayer& layer) const { return &layer == m_.layers + m_.last_with_keys; }
 
   bool is_prompt(const Segment& segment) const { return entry_of(segment).is_prompt != 0; }
@@ -266,7 +267,7 @@ class CausalForward {
     }
   }
 
-  // Rows of the segments, prompts first, and what they are to attention.
+  // Rows of the segments, prompts first, and their groups for attention.
   void list_sequences() {
     rows_ = 0;
     list_sequences(&w_.prompts, /*of_prompts=*/true);
@@ -394,7 +395,7 @@ class CausalForward {
     return a;
   }
 
-  // Features of what attention gives, with those of the mixer beside it.
+  // Features of attention's output, with the mixer's beside it.
   int64_t attended_stride(const CausalLayer& layer) const {
     return c_.heads * layer.heads.size + (layer.has_state() ? m_.mixer.mixed() : 0);
   }
@@ -445,7 +446,8 @@ class CausalForward {
   CausalWorkspace w_;
   LayerBuffers buffers_;
   int64_t max_blocks_ = 0;
-  int64_t entry_ = 0, taken_ = 0, token_ = 0;  // what is collected next: of an entry, of the call
+  int64_t entry_ = 0, taken_ = 0,
+          token_ = 0;  // the next to collect: entry, token in it, token of the call
   int64_t rows_ = 0, num_segments_ = 0, num_logits_ = 0, logits_written_ = 0;
 };
 
@@ -483,7 +485,7 @@ int64_t CausalForward::attend(const CausalLayer& layer, float* qkv, float* out, 
   parallel_rows(rows_, row_nanoseconds,
                 [&](int64_t begin, int64_t end) { to_cache(rows, begin, end); });
   if (is_last(layer)) {
-    float* also = layer.has_state() ? out : nullptr;  // what the mixer gave
+    float* also = layer.has_state() ? out : nullptr;  // the mixer's output
     int64_t also_stride = attended_stride(layer);
     if (c_.attention_gate && !is_float) {
       also = qkv;

@@ -22,13 +22,13 @@
 
 namespace lmdecode::decoder {
 
-// Keys and values of layers in blocks that sequences share: what a block table keeps the books of.
+// Keys and values of layers in blocks that sequences share, managed by a block table.
 //
-// Layers with a window let go of blocks that no query to come can see; the others keep all. Layers
-// of the same kind share one table: a block holds a stretch of positions for all of them. The
-// blocks of a head lie side by side: blocks that follow each other, as those of a prompt do, are
-// read at the speed of memory, where a few KB here and there are read at half of it.
-// docs/reference/decoder.md (Decoder-only models) is the user's page.
+// Layers with a window free blocks that no later query can see; the others keep all. Layers of the
+// same kind share one table: a block holds a stretch of positions for all of them. The blocks of a
+// head lie side by side: consecutive blocks, as a prompt has, are read at the speed of memory,
+// scattered ones of a few KB at half of it. docs/reference/decoder.md (Decoder-only models) is the
+// user's page.
 
 struct PagedCache {
   kv_cache::BlockTable table;     // a row a sequence
@@ -77,11 +77,11 @@ struct PagedCache {
   }
 };
 
-// What a layer's projection gives: queries and, unless it reads the cache of a layer before it,
-// keys and, unless these are its values, too, values.
+// The outputs of a layer's projection: queries, its own keys unless it reads an earlier layer's
+// cache, and its own values unless the keys serve as values.
 enum class KeySource : int32_t { kOwn = 0, kAreValues = 1, kShared = 2 };
 
-// Sizes of heads, of layers with a window or of those without.
+// Sizes of heads, in layers with a window or without.
 struct HeadSizes {
   int64_t kv_heads = 0;
   int64_t size = 0;
@@ -98,12 +98,12 @@ struct CausalLayer {
   KeySource keys = KeySource::kOwn;
   const float* query_norm = nullptr;  // see CausalModel::norms_all_heads; null: none
   const float* key_norm = nullptr;
-  const float* sinks = nullptr;  // [heads]: of scores without a value; null: none
+  const float* sinks = nullptr;  // [heads]: scores without a value; null: none
   int64_t window = attention::kUnlimited;
   int64_t rotary = -1;      // which of the frequencies; -1: queries and keys are not turned
   int64_t cache = 0;        // which of the caches; -1: the layer has no attention
   int64_t cache_layer = 0;  // of the cache
-  int64_t state = -1;       // floats before its state in that of the model; -1: it keeps none
+  int64_t state = -1;       // offset in the model's state, in floats; -1: no state
   int64_t ffn_size = 0;     // of a layer without experts
   MixerWeights mixer;
 
@@ -111,8 +111,9 @@ struct CausalLayer {
   bool has_state() const { return state >= 0; }
 };
 
-// Of a model whose rows begin with a projection of what another model computed of the token before,
-// and of the token's embedding: x = W_e norm_e(embedding) + W_h norm_h(hidden).
+// The input of a model for multi-token prediction, from the token's embedding and the hidden
+// features that another model computed for the previous token: x = W_e norm_e(embedding) + W_h
+// norm_h(hidden).
 struct HiddenInput {
   NormWeights embedding_norm, hidden_norm;
   LinearWeights from_embedding, from_hidden;  // [model_size, model_size] each
@@ -122,17 +123,17 @@ struct HiddenInput {
 
 struct CausalModel {
   DecoderConfig config;
-  DecoderWeights weights;  // embedding and layers are these instead:
+  DecoderWeights weights;  // embedding and layers are unused, see below
   TokenRows embedding;     // [model_size] each
   HiddenInput hidden_input;
   PerLayerModel per_layer;
   const CausalLayer* layers = nullptr;  // [config.layers]
   int64_t last_with_keys = 0;           // the last layer that keeps keys, or a state, of its own
   MixerConfig mixer;                    // of the layers that keep a state
-  // Layers with a state have attention, too: queries, keys and values stand before what the mixer
-  // reads, and what attention gives before what the mixer gives.
+  // Layers with a state have attention, too: queries, keys and values precede the mixer's input,
+  // and attention's output precedes the mixer's.
   bool attention_beside = false;
-  HeadSizes heads[2];  // of layers without a window, and of those with one
+  HeadSizes heads[2];  // of layers without a window, and with one
   int64_t num_rotary = 0;
   const float* frequencies = nullptr;    // [num_rotary, most_turned() / 2]
   const float* rotary_scales = nullptr;  // [num_rotary]
@@ -151,7 +152,7 @@ struct CausalEntry {
   int64_t sequence;
   int64_t count;       // of tokens, at least 1
   int64_t is_prompt;   // or generated
-  int64_t num_logits;  // that are wanted: of the last so many tokens
+  int64_t num_logits;  // number of last tokens whose logits are returned
 };
 
 constexpr int64_t kMaxPagedCaches = 2;
@@ -170,19 +171,19 @@ struct CausalForwardParams {
   StateCache states;
   const CausalEntry* entries = nullptr;  // [num_entries], each sequence at most once
   int64_t num_entries = 0;
-  const int64_t* tokens = nullptr;  // of the entries, one behind the other
-  int64_t max_rows = 0;             // that are computed together: longer steps are cut
+  const int64_t* tokens = nullptr;  // of the entries, concatenated
+  int64_t max_rows = 0;             // computed together: longer steps are cut
   void* workspace = nullptr;        // causal_workspace_bytes(), aligned to 64
   float* logits = nullptr;          // [sum of num_logits, vocab]
-  // Of all tokens, [model_size] each: what the model's HiddenInput reads; and, unless it is null,
-  // for what is behind the final norm.
+  // [model_size] for each token: the model's HiddenInput; and the output of the final norm, or
+  // null.
   const float* hidden_in = nullptr;
   float* hidden_out = nullptr;
 
   int64_t sequences() const { return caches[0].table.rows; }
 };
 
-// model needs its config and its sizes alone.
+// Reads the model's config and sizes only.
 size_t causal_workspace_bytes(const CausalModel& model, int64_t max_rows, int64_t sequences,
                               int64_t max_blocks);
 

@@ -1,4 +1,4 @@
-// Scratch of a step of a decoder-only model, and the rows that it is about.
+// Scratch of a step of a decoder-only model, and its rows.
 #pragma once
 
 #include <algorithm>
@@ -15,20 +15,20 @@ struct Segment {
   int64_t first_token;  // of the call's
   int64_t position;     // of the first
   int64_t count;
-  int64_t logits;  // that are wanted: of the last so many
+  int64_t logits;  // number of last tokens whose logits are returned
   int64_t row;
 
   int64_t end() const { return row + count; }
 };
 
-// Some rows for one attention op: either prompts, with rows side by side for a sequence, or
-// generated tokens, each of which is a sequence to the op.
+// Rows of one attention op: prompts, with the rows of a sequence side by side, or generated tokens,
+// each a sequence to the op.
 struct AttentionGroup {
   int64_t first_row;
   int64_t rows;
   int64_t sequences;
   int64_t* query_ends;               // [sequences + 1], of prompts
-  int64_t* lengths;                  // [sequences]: keys that there are, with the rows' own
+  int64_t* lengths;                  // [sequences]: number of keys, with the rows' own
   int32_t* tables[kMaxPagedCaches];  // [sequences, max_blocks]
 };
 
@@ -52,7 +52,7 @@ struct CausalWorkspace {
   float* per_layer;              // likewise: the inputs of layers
   unsigned char* layer;
 
-  // With null for the memory it only counts. Returns the bytes.
+  // Returns the bytes; with null for the memory it only counts them.
   size_t split(const CausalModel& m, int64_t max_rows, int64_t sequences, int64_t max_blocks,
                void* memory, LayerBuffers* buffers) {
     const DecoderConfig& c = m.config;

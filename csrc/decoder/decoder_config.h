@@ -12,8 +12,8 @@ namespace lmdecode::decoder {
 // A feed-forward layer of experts: sizes, switches, and where its weights are.
 // docs/reference/causal_models.md lists which architectures set which of the switches.
 
-// What the weights of a row's experts are made of: softmax of all logits, softmax of the chosen
-// ones, or the sigmoid of each.
+// The weights of a row's experts: softmax of all logits, softmax of the chosen ones, or the sigmoid
+// of each.
 enum class RouterKind : int32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2 };
 
 struct ExpertsConfig {
@@ -25,14 +25,14 @@ struct ExpertsConfig {
   bool is_normalized = false;  // weights are divided by their sum + epsilon
   bool is_clamped = false;     // see below
   float epsilon = 0.0f;
-  float scale = 1.0f;  // what weights are multiplied by at last
-  // Of experts that are clamped: min(gate, limit) * sigmoid(alpha * min(gate, limit)) *
-  // (clamp(up, -limit, limit) + 1) instead of activation(gate) * up.
+  float scale = 1.0f;  // last factor of the weights
+  // Clamped experts compute min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clamp(up,
+  // -limit, limit) + 1) instead of activation(gate) * up.
   float alpha = 0.0f;
   float limit = 0.0f;
 };
 
-// The matrices of one kind of all experts, one behind the other, of one format.
+// The matrices of one kind of all experts, concatenated, of one format.
 struct ExpertMatrices {
   linear::PackedLinear first;
   int64_t stride = 0;           // bytes from an expert's to the next one's
@@ -49,8 +49,8 @@ struct ExpertMatrices {
 struct ExpertsWeights {
   linear::PackedLinear router;         // [count, model_size] float32; no bytes: no experts
   const float* router_bias = nullptr;  // [count] or null: added to logits
-  const float* choice_bias = nullptr;  // [count] or null: added to what experts are chosen by
-  const float* scales = nullptr;       // [count] or null: weights are multiplied by them at last
+  const float* choice_bias = nullptr;  // [count] or null: added to the scores that choose experts
+  const float* scales = nullptr;       // [count] or null: last factors of the weights
   ExpertMatrices gate;                 // [size, model_size]
   ExpertMatrices up;                   // likewise
   ExpertMatrices down;                 // [model_size, size]
@@ -73,7 +73,7 @@ struct DecoderConfig {
   int64_t position_offset = 0;  // row of the position table that position 0 has
   int64_t unplaced_token = -1;  // token without a position embedding; -1: none
   NormKind norm = NormKind::kLayerNorm;
-  bool norm_first = false;  // before each sublayer, or behind its residual
+  bool norm_first = false;  // before each sublayer, or after its residual
   bool gated = false;
   linear::Activation activation = linear::Activation::kRelu;
   // Format of every linear weight; without it each has its own.
@@ -84,9 +84,9 @@ struct DecoderConfig {
   float embedding_scale = 1.0f;
   ExpertsConfig experts;  // of layers that have any: these have no gated layer but a shared one
 
-  bool attention_gate = false;    // behind queries, keys and values, [attention_size()]
+  bool attention_gate = false;    // after queries, keys and values, [attention_size()]
   int64_t widest_projection = 0;  // of layers with something in attention's place, or 0
-  int64_t widest_mixed = 0;       // likewise, of what their last projection takes
+  int64_t widest_mixed = 0;       // likewise: input of their last projection
 
   int64_t attention_size() const { return heads * head_size; }
   int64_t key_size() const { return kv_heads * head_size; }
@@ -112,7 +112,7 @@ struct LinearWeights {
 struct LayerWeights {
   NormWeights self_norm;
   LinearWeights qkv;       // queries, keys and values, concatenated
-  int64_t qkv_stride = 0;  // from a row of what it gives to the next; 0: its own features
+  int64_t qkv_stride = 0;  // of its output rows; 0: its own features
   LinearWeights self_out;
   NormWeights self_out_norm;  // of self-attention's output, before the residual
   NormWeights cross_norm;
@@ -124,8 +124,8 @@ struct LayerWeights {
   LinearWeights ffn_gate;  // where the config is gated: activation(gate) * up
   LinearWeights ffn_down;
   ExpertsWeights experts;  // where there are any, ffn_up and so on are the shared expert's
-  // Of layers with experts: of what the router and what the experts read, without gamma what
-  // ffn_norm gives; and of what the shared expert and what the others give.
+  // In layers with experts: norms of the inputs of the router and of the experts (without gamma:
+  // the output of ffn_norm), and of the outputs of the shared expert and of the others.
   NormWeights router_norm, experts_norm, shared_out_norm, experts_out_norm;
   NormWeights ffn_out_norm;  // of the feed-forward layer's output, before the residual
 };
@@ -133,7 +133,7 @@ struct LayerWeights {
 struct DecoderWeights {
   const float* embedding = nullptr;      // [vocab, model_size]
   const float* positions = nullptr;      // [num_positions, model_size] or null
-  int64_t num_positions = 0;             // that the table has behind position_offset
+  int64_t num_positions = 0;             // of the table, after position_offset
   const float* relative_bias = nullptr;  // [heads, num_distances] by distance, or null
   int64_t num_distances = 0;
   bool has_bias_of_layers = false;  // relative_bias is [layers, heads, num_distances]

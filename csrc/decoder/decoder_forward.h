@@ -22,8 +22,7 @@ struct DecoderCaches {
 
 class DecoderForward {
  public:
-  // max_rows: of a step, max_logits: of those whose logits are wanted. memory: bytes(), aligned to
-  // 64.
+  // max_rows: of a step; max_logits: rows with logits. memory: bytes(), aligned to 64.
   DecoderForward(const DecoderConfig& config, const DecoderWeights& weights,
                  const DecoderCaches& caches, int64_t max_rows, int64_t max_logits, void* memory);
 

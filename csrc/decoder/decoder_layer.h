@@ -6,7 +6,7 @@
 
 namespace lmdecode::decoder {
 
-// What a layer's rows attend to, wherever keys and values are kept.
+// Attention of a layer's rows, wherever keys and values are kept.
 class LayerAttention {
  public:
   // Keys and values of qkv [rows, qkv_size], which may be overwritten, to the cache; out [rows,
@@ -20,7 +20,7 @@ class LayerAttention {
   ~LayerAttention() = default;
 };
 
-// Scratch for so many rows; each part aligned to 64.
+// Scratch for a number of rows; each part aligned to 64.
 struct LayerBuffers {
   float* normed = nullptr;   // [rows, model_size]
   float* qkv = nullptr;      // [rows, qkv_size]

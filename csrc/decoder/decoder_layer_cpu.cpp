@@ -82,14 +82,14 @@ class Layer {
   Layer(const DecoderConfig& config, const LayerBuffers& buffers, int64_t rows, float* x)
       : config_(config), buffers_(buffers), rows_(rows), x_(x) {}
 
-  // What a sublayer reads.
+  // The input of a sublayer.
   const float* input(const NormWeights& norm) const {
     if (!config_.norm_first || norm.gamma == nullptr) return x_;
     apply_norm(config_, norm, x_, buffers_.normed, rows_);
     return buffers_.normed;
   }
 
-  // x += from W^T + bias, normed by out_norm where there is one; then the norm behind it.
+  // x += from W^T + bias, normed by out_norm if there is one; then the next norm.
   void add(const LinearWeights& weights, const NormWeights& out_norm, const NormWeights& norm,
            const float* from) const {
     if (out_norm.gamma != nullptr) {
@@ -130,8 +130,7 @@ class Layer {
            up.out_features == gate.out_features;
   }
 
-  // What project_ffn() does for many rows: the outputs of both products while they are in the
-  // cache.
+  // project_ffn() for many rows: combines the outputs of both products while they are in the cache.
   void project_pair(const LayerWeights& weights, const float* from) const {
     const linear::PackedLinear& up = weights.ffn_up.parts[0];
     packed_linear_pair(up, output_of(weights.ffn_up, buffers_.ffn), weights.ffn_gate.parts[0],
@@ -139,7 +138,7 @@ class Layer {
                        prepare_rows(up, from, rows_, buffers_.linear_input));
   }
 
-  // x += what the experts make of `from`.
+  // x += experts(from).
   void add_experts(const LayerWeights& weights, const float* from) const {
     if (config_.experts.shared_size > 0) {
       project_ffn(weights, from);
@@ -155,8 +154,8 @@ class Layer {
     if (has_norm) add_normed(weights.ffn_out_norm);
   }
 
-  // x += the norm of the sum of two norms: of what the shared expert gave, in buffers.shared, and
-  // of what the experts make of x, of which they and their router have norms of their own.
+  // x += norm(norm(buffers.shared) + norm(experts(x))), where the experts and their router each
+  // norm x themselves.
   void add_experts_beside(const LayerWeights& weights) const {
     float* const shared = buffers_.experts.shared;
     ExpertsConfig without_shared = config_.experts;
@@ -201,7 +200,7 @@ class Layer {
     });
   }
 
-  // Contiguous rows of what `weights` give, in `to`; multiplier: rows of the same shape.
+  // to = contiguous rows of the product with `weights`; multiplier: rows of the same shape.
   static linear::LinearOutput output_of(const LinearWeights& weights, float* to,
                                         linear::Activation activation = linear::Activation::kNone,
                                         const float* multiplier = nullptr) {

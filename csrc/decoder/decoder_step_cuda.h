@@ -1,5 +1,5 @@
 // The parts of a decoder step on a device other than matrix products (cuBLAS): attention, and the
-// operations between products. Layouts of caches are those of decoder/step_attention.h. Caches and
+// operations between products. decoder/step_attention.h has the layouts of caches. Caches and
 // products have one dtype; the residual stream x, norms and softmax are f32.
 // docs/reference/decoder.md is the user's page.
 //
@@ -51,7 +51,7 @@ struct StepCrossCacheParams {
   int64_t length = 0;               // of the memories, at most source
   int64_t source = 0;               // of the cache
   const void* key_value = nullptr;  // [requests, length, 2, heads, head_size]
-  void* keys = nullptr;             // [requests, heads, padded head, source]: 0 behind the length
+  void* keys = nullptr;             // [requests, heads, padded head, source]: 0 after the length
   void* values = nullptr;           // [requests, heads, source, padded head]
 };
 
@@ -69,7 +69,7 @@ struct StepAddNormParams {
   float epsilon = 0.0f;
   bool rms_norm = false;
   bool norm_first = false;  // the norm is not of the residual stream
-  void* out = nullptr;      // [rows, size]: what the next product reads
+  void* out = nullptr;      // [rows, size]: the input of the next product
 };
 
 struct StepEmbedParams {

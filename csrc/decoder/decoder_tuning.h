@@ -7,32 +7,32 @@
 
 namespace lmdecode::decoder::tuning {
 
-// Of attention: for each element of a key or value that a row reads.
+// Attention: an element of a key or value that a row reads.
 constexpr double kNanosecondsPerElement = 0.06;
 
-// Of a row that is copied, for each element.
+// Copying an element.
 constexpr double kNanosecondsPerCopy = 0.3;
 
-// Of an angle of a rotary embedding: its sine and its cosine.
+// Sine and cosine of an angle.
 constexpr double kNanosecondsPerAngle = 40.0;
 
-// Of a logit that is scaled or capped.
+// Scaling or capping a logit.
 constexpr double kNanosecondsPerLogit = 0.5;
 
-// Of a feature that a convolution over a few tokens sees.
+// A feature of a short convolution.
 constexpr double kNanosecondsPerConvolved = 0.5;
 
-// Of an element of the delta rule's or Mamba-2's state that a token changes.
+// Updating an element of a state of the delta rule or Mamba-2.
 constexpr double kNanosecondsPerDelta = 0.06;
 
-// Of a head's step in time of Mamba-2: a logarithm and two exponentials.
+// A head's time step in Mamba-2: a logarithm and two exponentials.
 constexpr double kNanosecondsPerStep = 60.0;
 
-// Up to so many rows the two products of a gated layer read their weights one after the other, as
-// memory is fastest. With more, their outputs meet in the caches.
+// Up to this many rows, the two products of a gated layer run one after the other: memory is then
+// fastest. With more rows they run in turns, so that their outputs stay in the caches.
 constexpr int64_t kPairedRows = 32;
 
-// Positions of memories that are read at a time: what they give stays in the processor's cache.
+// Positions of memories read at a time, so that their projections stay in the cache.
 constexpr int64_t kReadMemoryRows = 256;
 
 }  // namespace lmdecode::decoder::tuning

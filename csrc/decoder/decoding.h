@@ -35,7 +35,7 @@ struct DecodingParams {
   bool stop_when_done = false;  // return when a search has ended, not only when all have
   bool chooses = true;          // else one step at most, and no tokens: the caller chooses them
 
-  DecoderCaches caches;               // capacity is that of the state
+  DecoderCaches caches;               // capacity equals the state's
   int64_t* cached_lengths = nullptr;  // [requests]: positions whose keys are in the cache
   void* workspace = nullptr;          // decoding_workspace_bytes(), aligned to 64
   // [cache rows, vocab] or null: each step writes the logits of its rows, before any rule
@@ -44,7 +44,7 @@ struct DecodingParams {
   float* scores = nullptr;
 
   int64_t cache_rows() const { return state.slots * state.beams; }
-  // The padding of a slot's prompt, which is that of its request.
+  // The padding of a slot's prompt, that is, its request's.
   int64_t padding(int64_t slot) const {
     const int64_t* const tokens = state.sequences + slot * state.beams * state.capacity;
     int64_t count = 0;

@@ -13,7 +13,7 @@ namespace {
 struct DecodingWorkspace {
   unsigned char* forward;  // of DecoderForward
 
-  // The searches that go on, group after group.
+  // The unfinished searches, group after group.
   int64_t* slots;            // [slots]
   int64_t* padding;          // [slots]: of their prompts
   int64_t* row_offsets;      // [slots + 1]: where the rows of each begin, in the step
@@ -36,7 +36,7 @@ struct DecodingWorkspace {
 
   BeamParents parents;
 
-  static constexpr int64_t kPromptRows = 64;  // at least so many tokens of prompts at a time
+  static constexpr int64_t kPromptRows = 64;  // tokens of prompts at a time, at least
 
   static int64_t max_rows(const DecodingParams& p) {
     return p.cache_rows() > kPromptRows ? p.cache_rows() : kPromptRows;
@@ -55,7 +55,7 @@ struct DecodingWorkspace {
     return sizes;
   }
 
-  // With null for the memory it only counts. Returns the bytes.
+  // Returns the bytes; with null for the memory it only counts them.
   size_t split(const DecodingParams& p, void* memory) {
     const int64_t cache_rows = p.cache_rows(), slot_count = p.state.slots;
     const int64_t candidates = slot_count * p.num_candidates;
@@ -199,7 +199,7 @@ class Decoding {
     return rows;
   }
 
-  // From the logits of the rows that were computed to those of all beams, in place.
+  // Spreads the logits of the computed rows to all beams, in place.
   void repeat_logits() {
     const int64_t vocab = p_.config.vocab;
     float* const logits = forward_.logits();

@@ -18,7 +18,7 @@ struct ReadMemoryParams {
   const float* memory = nullptr;     // [count, source, memory_size]
   const int64_t* lengths = nullptr;  // [count] of this stride: positions that are attended to
   int64_t length_stride = 1;
-  const int64_t* requests = nullptr;  // [count] of this stride: whose they are
+  const int64_t* requests = nullptr;  // [count] of this stride
   int64_t request_stride = 1;
 
   // The caches, of which only the rows of these requests are written; layouts: step_attention.h.

@@ -11,7 +11,7 @@
 namespace lmdecode::decoder {
 namespace {
 
-// Positions that are read at a time, at most: those of one memory, or of several short ones.
+// Most positions read at a time, of one memory or of several short ones.
 int64_t rows_together(const ReadMemoryParams& p) {
   return std::min(std::max(p.source, tuning::kReadMemoryRows), p.count * p.source);
 }
@@ -52,7 +52,7 @@ void decoding_read_memory_cpu(const ReadMemoryParams& p) {
   const auto length = [&](int64_t i) { return p.lengths[i * p.length_stride]; };
   const auto request = [&](int64_t i) { return p.requests[i * p.request_stride]; };
   for (int64_t begin = 0; begin < p.count;) {
-    // What counts of memories that fit, without what lies behind it; one alone lies right.
+    // Gathers the valid rows of as many memories as fit. A single memory is read in place.
     int64_t end = begin, rows = 0;
     while (end < p.count && rows + length(end) <= most) rows += length(end++);
     const float* memory = p.memory + begin * p.source * memory_size;

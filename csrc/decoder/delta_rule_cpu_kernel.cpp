@@ -10,7 +10,7 @@ using namespace lmdecode::decoder;
 namespace {
 
 constexpr int kVectors = static_cast<int>(kStateColumns) / kLanes;
-// Sums of every so many keys, so that additions do not wait for each other.
+// Number of interleaved sums over the keys, so that additions do not wait for each other.
 constexpr int kSums = kVectors <= 2 ? 2 : 1;
 
 inline float dot(const float* a, const float* b, int64_t size) {

@@ -1,8 +1,8 @@
 // The encoder of an encoder-decoder model: rows of sequences, which see all of their own sequence.
 // docs/reference/decoder.md is the user's page.
 //
-// Sequences lie one behind the other, without padding. A row depends on its sequence alone: the
-// same bits whatever else is in the call, and on any number of threads.
+// Sequences are concatenated without padding. A row depends on its sequence alone: the same bits
+// whatever else is in the call, and on any number of threads.
 #pragma once
 
 #include "decoder/decoder_layer.h"
@@ -14,7 +14,7 @@ struct EncoderModel {
   DecoderConfig config;
   const float* embedding = nullptr;  // [vocab, model_size], or null
   const float* positions = nullptr;  // [num_positions, model_size], or null
-  int64_t num_positions = 0;         // that the table has behind position_offset
+  int64_t num_positions = 0;         // of the table, after position_offset
   // [1 or layers, heads, 2 * num_distances - 1], or null: by the key's place in the sequence less
   // the query's, from 1 - num_distances on.
   const float* relative_bias = nullptr;
@@ -36,7 +36,7 @@ struct EncoderForwardParams {
   float* out = nullptr;       // [rows, model_size]
 };
 
-// Sequences that are computed together have so many rows, or it is one.
+// Most rows of sequences computed together; a longer sequence is computed alone.
 constexpr int64_t kEncoderRows = 512;
 
 // Rows of the largest group of sequences that is computed together.

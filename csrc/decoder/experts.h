@@ -10,8 +10,8 @@
 
 namespace lmdecode::decoder {
 
-// Scratch for so many rows; each part aligned to 64. A slot is a row of one of its experts; slots
-// are sorted by expert, then by row.
+// Scratch for a number of rows; each part aligned to 64. A slot is a row of one of its experts;
+// slots are sorted by expert, then by row.
 struct ExpertsBuffers {
   float* logits = nullptr;     // [rows, count]
   int32_t* experts = nullptr;  // [rows, chosen], ascending
@@ -26,7 +26,7 @@ struct ExpertsBuffers {
   float* outputs = nullptr;               // [slots, model_size]
   float* shared = nullptr;                // [rows, model_size]: of the shared expert
   float* gates = nullptr;                 // [rows]: of the shared expert
-  float* router_rows = nullptr;           // [rows, model_size]: what the router reads
+  float* router_rows = nullptr;           // [rows, model_size]: the router's input
   void* row_inputs = nullptr;             // prepared rows, by pieces
   void* slot_inputs = nullptr;            // of the slots, gathered or prepared
 };
@@ -44,7 +44,7 @@ struct ExpertsParams {
   int64_t model_size = 0;
   int64_t rows = 0;
   const float* x = nullptr;
-  const float* router_x = nullptr;  // what the router reads; null: x
+  const float* router_x = nullptr;  // the router's input; null: x
   const float* residual = nullptr;
   float* out = nullptr;
 };

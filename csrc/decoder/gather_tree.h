@@ -15,10 +15,10 @@ struct GatherTreeParams {
   const T* parent_ids = nullptr;  // [steps, batch, beams]: 0 to beams - 1
   const T* lengths = nullptr;     // [batch]
   T end_token = 0;
-  T* sequences = nullptr;  // [steps, batch, beams]; end_token behind the first one, and the length
+  T* sequences = nullptr;  // [steps, batch, beams]; end_token after the first one, and the length
 };
 
-// What is wrong with the parents, if anything is: the place that a trace comes to.
+// The place where a trace met an invalid parent, if any.
 struct GatherTreeFault {
   bool is_found = false;
   int64_t step = 0, batch = 0, beam = 0, parent = 0;

@@ -1,6 +1,6 @@
-// Layers that keep a state of a sequence instead of keys and values: what stands where attention
-// stands, and which rows go on from which state. docs/reference/causal_models.md is the user's
-// page.
+// Layers that keep a state of a sequence instead of keys and values: the mixer that stands where
+// attention stands, and which rows go on from which state. docs/reference/causal_models.md is the
+// user's page.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct MixerConfig {
   bool is_delta_rule() const { return kind == MixerKind::kGatedDeltaRule; }
   bool is_mamba2() const { return kind == MixerKind::kMamba2; }
   bool has_heads() const { return is_delta_rule() || is_mamba2(); }  // each with a matrix
-  // Features of what the first projection gives, of what the convolution sees, and of what the last
+  // Features of the first projection's output, of the convolution's input, and of the last
   // projection takes.
   int64_t projected() const {
     if (is_mamba2()) return mixed() + channels() + value_heads;
@@ -62,7 +62,7 @@ struct MixerWeights {
   const float* skip = nullptr;              // [value_heads], of Mamba-2
 };
 
-// A state that is to be kept: that behind a token of a segment.
+// A state to keep: the one after a token of a segment.
 struct StateTarget {
   int64_t token;
   int64_t slot;

@@ -26,8 +26,8 @@ struct Place {
   int64_t count;  // 1 to kWide
 };
 
-// kTokens tokens from a row on: to = what they make of from, and their outputs. A whole vector is
-// read where kIsWhole, or else as many lanes as there are columns.
+// Advances the state from `from` to `to` by kTokens tokens from a row on, and writes their outputs.
+// A whole vector is read where kIsWhole, or else as many lanes as there are columns.
 template <int kTokens, bool kIsWhole>
 inline void take_tokens(const Mamba2Params& p, const Place& place, int64_t row, Columns from,
                         Columns to) {

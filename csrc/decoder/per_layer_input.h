@@ -1,5 +1,5 @@
-// What a token gives to every layer in addition to its embedding: a row of a table, and a
-// projection of the embedding. docs/reference/causal_models.md is the user's page.
+// An input of every layer in addition to the embedding: a row of a table, and a projection of the
+// embedding. docs/reference/causal_models.md is the user's page.
 //
 //   inputs = table[token] * scale + norm(projection of the embedding), of each layer [size]
 //   x = (x + norm(W_out (activation(W_gate x) * inputs of the layer))) * scale of the layer
@@ -36,7 +36,7 @@ struct PerLayerWeights {
   LinearWeights gate;  // [size, model_size]
   LinearWeights out;   // [model_size, size]
   NormWeights out_norm;
-  const float* scale = nullptr;  // [1]: what x is multiplied by at last; null: 1
+  const float* scale = nullptr;  // [1]: last factor of x; null: 1
 };
 
 // inputs [rows, layers * size] of tokens [rows] with embeddings x [rows, model_size]; table_rows
@@ -45,7 +45,7 @@ void per_layer_inputs_cpu(const DecoderConfig& config, const PerLayerModel& mode
                           const int64_t* tokens, const float* x, int64_t rows, void* linear_input,
                           float* table_rows, float* inputs);
 
-// x [rows, model_size], in place, behind the feed-forward layer. inputs: where the layer's begin,
+// x [rows, model_size], in place, after the feed-forward layer. inputs: where the layer's begin,
 // [rows, input_stride]; null: only the scale.
 void add_per_layer_input_cpu(const DecoderConfig& config, const PerLayerWeights& weights,
                              const LayerBuffers& buffers, const float* inputs, int64_t input_stride,

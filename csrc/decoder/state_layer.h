@@ -1,4 +1,4 @@
-// What stands where attention stands in a layer with a state, on the rows of a step.
+// Layers with a state: the mixer that replaces attention, on the rows of a step.
 #pragma once
 
 #include "decoder/layer_state.h"
@@ -10,11 +10,11 @@ struct StateLayerParams {
   MixerWeights weights;
   StateSegments state;  // of the layer
   float norm_epsilon = 0.0f;
-  float* rows = nullptr;  // [num_rows, config.projected()], so far apart; overwritten
+  float* rows = nullptr;  // [num_rows, config.projected()], row_stride apart; overwritten
   int64_t row_stride = 0;
   int64_t num_rows = 0;
   float* gates = nullptr;  // [num_rows, state_layer_gates()] scratch
-  float* out = nullptr;    // [num_rows, config.mixed()], so far apart
+  float* out = nullptr;    // [num_rows, config.mixed()], out_stride apart
   int64_t out_stride = 0;  // both strides are the sizes of rows, unless the mixer is of Mamba-2
 };
 

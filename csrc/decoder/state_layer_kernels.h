@@ -10,17 +10,17 @@ namespace lmdecode::decoder {
 
 struct HeadStatesParams {
   MixerConfig config;
-  StateSegments state;    // of a state what is behind convolution_state()
-  float* rows = nullptr;  // [rows, config.projected()], so far apart
+  StateSegments state;    // the part of a state after convolution_state()
+  float* rows = nullptr;  // [rows, config.projected()], row_stride apart
   int64_t row_stride = 0;
   float* gates = nullptr;  // [rows, gate_stride()] of the layer's kind
-  float* out = nullptr;    // [rows, config.mixed()], so far apart
+  float* out = nullptr;    // [rows, config.mixed()], out_stride apart
   int64_t out_stride = 0;
   const float* gamma = nullptr;  // of the norm of out
   float norm_epsilon = 0.0f;
 };
 
-constexpr int64_t kStateColumns = 32;  // of a matrix that a task has
+constexpr int64_t kStateColumns = 32;  // of a matrix in a task
 
 // --- the gated delta rule
 //
@@ -70,11 +70,11 @@ struct Mamba2Params : HeadStatesParams {
   const float* steps(int64_t row) const { return values(row) + config.channels(); }
 };
 
-constexpr int64_t kMambaTokens = 4;  // that H is read once for
+constexpr int64_t kMambaTokens = 4;  // tokens for one pass over H
 
 // --- short convolutions
 //
-// A causal convolution of each feature over the last tokens, whose last inputs are a state.
+// A causal convolution of each feature over the last tokens. The state is its last inputs.
 //
 //   gated: u = B x, out = C convolution(u), where a row is B, C and x, [channels] each
 //   else:  u = row, row = silu(convolution(u)), in place
@@ -82,7 +82,7 @@ constexpr int64_t kMambaTokens = 4;  // that H is read once for
 // Taps are added from the oldest token on, so a channel's bits do not depend on how rows are cut.
 
 struct ShortConvolutionParams {
-  StateSegments state;  // of a state the first [taps - 1, channels], the oldest first
+  StateSegments state;  // the first [taps - 1, channels] of a state, the oldest first
   int64_t channels = 0;
   int64_t taps = 0;
   const float* kernel = nullptr;  // [taps, channels]
@@ -92,7 +92,7 @@ struct ShortConvolutionParams {
   float* out = nullptr;  // [rows, channels] where it is gated; else null
 };
 
-// Channels that a thread takes at a time, at least.
+// Fewest channels of a thread's task.
 constexpr int64_t kConvolutionChannels = 64;
 
 }  // namespace lmdecode::decoder
@@ -112,6 +112,6 @@ LMD_DECLARE_KERNELS(decoder,
                     void mamba2_scan(const Mamba2Params& params, int64_t begin, int64_t end);
                     void mamba2_norm(const Mamba2Params& params, int64_t begin, int64_t end);)
 
-// Of the channels of [begin, end) all segments.
+// Runs all segments on the channels [begin, end).
 LMD_DECLARE_KERNELS(decoder, void short_convolution(const ShortConvolutionParams& params,
                                                     int64_t begin, int64_t end);)

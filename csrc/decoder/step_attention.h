@@ -3,8 +3,8 @@
 //
 //   out = sum of exp(score - max) value / (sum of exp(score - max) + denominator_epsilon)
 //
-// in f32. What a row gets depends on its own query, keys and values alone, not on the rows beside
-// it nor on the threads; the last bits differ from one CPU capability to another. Caches hold heads
+// in f32. A row's result depends on its own query, keys and values only, not on the rows beside it
+// nor on the threads; the last bits differ from one CPU capability to another. Caches hold heads
 // padded to a multiple of kAttentionBlock floats, the padding 0.
 #pragma once
 
@@ -36,7 +36,7 @@ struct StepRows {
   int64_t count = 0;
   const int32_t* cache_rows = nullptr;  // [count]: where its keys and values are written
   const int32_t* positions = nullptr;   // [count]: at which position; earlier ones are there
-  const int32_t* requests = nullptr;    // [count]: whose memory it attends to
+  const int32_t* requests = nullptr;    // [count]: the request whose memory it reads
   // [num_runs + 1]: run i is rows run_begins[i] to run_begins[i + 1], all of one request
   const int32_t* run_begins = nullptr;
   int64_t num_runs = 0;

@@ -21,8 +21,8 @@ float dot_product(const float* a, const float* b, int64_t size) {
   return reduce_add((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// scores[0 .. size) to weights that are not yet divided; returns what they are to be multiplied by.
-// There is room for a block more behind them, which gets 0.
+// Turns scores[0 .. size) into undivided weights; returns the factor that divides them. Pads with 0
+// up to a whole block: there is room for it.
 float softmax_weights(float* scores, int64_t size, float denominator_epsilon) {
   const int64_t padded = padded_to_block(size);
   for (int64_t i = size; i < padded; ++i) scores[i] = minus_infinity();

@@ -1,6 +1,6 @@
 // Attention of a decoder's step on a GPU: a cluster a row and head, or, where rows of a request
-// share keys and values, a few rows and a head. Its blocks share the positions. What a row gets
-// depends on its own sequence and the size of the cache alone.
+// share keys and values, a few rows and a head. Its blocks share the positions. A row's result
+// depends on its own sequence and the size of the cache only.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@ struct PositionBlocks {
   int64_t items = gridDim.x / size;
 };
 
-// What a block has of `count` positions. `parts` is how many blocks have some, 1 at least.
+// A block's share of `count` positions. `parts`: the blocks that have any, 1 at least.
 struct PositionPart {
   int begin, size, parts;
   __device__ PositionPart(int count, const PositionBlocks& blocks) {
@@ -30,9 +30,9 @@ struct PositionPart {
   }
 };
 
-// What scores are lowered by before exp().
+// Subtracted from scores before exp().
 __device__ __forceinline__ float shift_of(float top) { return top > -INFINITY ? top : 0.0f; }
-// What weights with this sum are multiplied by.
+// The factor that divides weights with this sum.
 __device__ __forceinline__ float factor_of(float sum, float epsilon) {
   const float divisor = sum + epsilon;
   return divisor == 0.0f ? 0.0f : 1.0f / divisor;
@@ -85,7 +85,7 @@ __device__ __forceinline__ float sum_of_groups(float value) {
 }
 
 // put(r, d, the sum over positions t < count of weights[t * kRows + r] value_at(t)[d]), of rows r <
-// rows. A barrier lies before and behind.
+// rows. Begins and ends with a barrier.
 template <int kRows, class T, class ValueAt, class Put>
 __device__ __forceinline__ void add_up_values(StepStorage& storage, const float* weights, int count,
                                               int padded, int head_size, int rows, ValueAt value_at,
@@ -404,7 +404,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const T* const from = static_cast<const T*>(p.key_value);
   const T zero = ValueOf<T>::from(0.0f);
-  // What lies at (request, position, keys or values, head, d), or 0 outside.
+  // The element at (request, position, keys or values, head, d), or 0 outside.
   const auto state = [&](int64_t item, int64_t s, int which, int64_t d) {
     const int64_t request = item / heads, head = item % heads;
     if (s >= p.length || d >= head_size) return zero;

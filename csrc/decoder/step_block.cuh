@@ -36,7 +36,7 @@ struct ValueOf<Half> {
     } else if (bits >= 0x477ff000u) {  // halfway from the largest to the next
       magnitude = 0x7c00u;
     } else if (bits < 0x38800000u) {
-      // Beside 0.5 the last bit of an f32 is 2^-24, that of a subnormal f16.
+      // Beside 0.5 the last bit of an f32 is 2^-24, the last bit of a subnormal f16.
       magnitude = bits_of(float_of(bits) + 0.5f) - 0x3f000000u;
     } else {
       magnitude = (bits + 0xfffu + ((bits >> 13) & 1u) - 0x38000000u) >> 13;
@@ -55,7 +55,7 @@ struct Sum {
   __device__ float operator()(float a, float b) const { return a + b; }
 };
 
-// NaN loses, and comes back with the sum of weights.
+// Ignores NaN, which returns with the sum of weights.
 struct Largest {
   __device__ float operator()(float a, float b) const { return a > b || b != b ? a : b; }
 };
@@ -68,7 +68,7 @@ __device__ __forceinline__ float reduce_warp(float value, Operation operation) {
   return value;
 }
 
-// Of all threads, the same in each. A barrier lies before and behind.
+// Reduces over all threads; each gets the result. Begins and ends with a barrier.
 template <class Operation>
 __device__ __forceinline__ float reduce_block(float value, float* reduced, Operation operation) {
   value = reduce_warp(value, operation);

@@ -23,8 +23,8 @@ void launch_step(const char* op, void (*kernel)(Params), const Params& params, i
       params);
 }
 
-// kernel(params) for so many rows and heads, whose blocks share the positions of a cache;
-// shared_bytes(params, parts): of a block.
+// Launches kernel(params) for `items` rows and heads, whose blocks share the positions of a cache;
+// shared_bytes(params, parts): shared memory of a block.
 template <class Params>
 void launch_step_attention(const char* op, void (*kernel)(Params), const Params& params,
                            int64_t items, int64_t positions,

@@ -14,16 +14,16 @@ constexpr int kThreads = 128;
 constexpr int kBlocksPerMultiprocessor = 8;
 // Rows of a request that read its keys and values together: a vector of floats has one of each.
 constexpr int kCrossRows = 4;
-// Lanes that read one position together, 16 bytes each at a time.
+// Lanes that read one position together, 16 bytes each.
 constexpr int kPositionLanes = 8;
 // Elements of a row that a thread reads at once.
 constexpr int kElementsInFlight = 4;
-// Keys that these lanes have under way.
+// Keys in flight for these lanes.
 constexpr int kKeysOfGroup = 4;
-// Blocks that share the positions of a row, and how many a cache has for each of them.
+// Most blocks that share the positions of a row, and the positions that justify one.
 constexpr int kMostParts = 8;
 constexpr int64_t kPositionsOfPart = 256;
-// What a block takes at least, and in multiples of what.
+// Fewest positions of a block, and their granularity.
 constexpr int64_t kLeastPart = 128;
 constexpr int64_t kPartStep = 64;
 
@@ -31,8 +31,8 @@ constexpr int64_t kPartStep = 64;
 
 constexpr int kMostVectorElements = 8;  // of 16 bytes
 
-// Blocks of the cluster that a row and head get in a cache of so many positions. It does not depend
-// on the rows of a call, and so neither do their results.
+// Blocks in the cluster of a row and head, for a cache of this many positions. Independent of the
+// call's rows, and so are their results.
 inline int parts_of_cache(int64_t positions, int most_blocks) {
   using namespace step_cuda_tuning;
   int parts = 1;
@@ -43,7 +43,7 @@ inline int parts_of_cache(int64_t positions, int most_blocks) {
   return parts;
 }
 
-// Of `count` positions, those that each of so many blocks takes; the last ones may have none.
+// Positions of each of `blocks` blocks that share `count`; the last ones may have none.
 LMD_HOST_DEVICE constexpr int64_t part_size(int64_t count, int64_t blocks) {
   using namespace step_cuda_tuning;
   if (blocks == 1) return count;
@@ -52,18 +52,18 @@ LMD_HOST_DEVICE constexpr int64_t part_size(int64_t count, int64_t blocks) {
   return size < count ? size : count;
 }
 
-// In shared memory, before what depends on the sizes.
+// The fixed part of shared memory, before the parts that depend on sizes.
 struct alignas(16) StepStorage {
   float reduced[32];  // one a warp
-  // Of a row's scores: the largest one, and the sum of the weights that it leads to.
+  // For each row: its largest score, and the sum of its weights.
   float top[step_cuda_tuning::kCrossRows];
   float sum[step_cuda_tuning::kCrossRows];
-  // Of a warp: sums of kPositionLanes vectors, of each row.
+  // For each warp: sums of kPositionLanes vectors of each row.
   float partial[step_cuda_tuning::kThreads / 32][step_cuda_tuning::kPositionLanes *
                                                  kMostVectorElements][step_cuda_tuning::kCrossRows];
 };
 
-// Of a block of `parts`: storage, query [padded head], scores and cache rows of its positions.
+// Storage, query [padded head], and the scores and cache rows of a block's positions.
 inline int64_t self_attention_shared_bytes(const StepSelfAttentionParams& p, int parts) {
   return static_cast<int64_t>(sizeof(StepStorage)) +
          p.shape.padded_head() * static_cast<int64_t>(sizeof(float)) +
@@ -77,13 +77,13 @@ inline int64_t cross_attention_shared_bytes(const StepCrossAttentionParams& p, i
              static_cast<int64_t>(sizeof(float));
 }
 
-// Groups of rows that a request has.
+// Groups of rows in a request.
 LMD_HOST_DEVICE int64_t cross_groups(const StepCrossAttentionParams& p) {
   constexpr int64_t kRows = step_cuda_tuning::kCrossRows;
   return (p.request_rows + kRows - 1) / kRows;
 }
 
-// Of a kernel whose threads own elements.
+// Blocks of a kernel with a thread for each element.
 inline int64_t element_blocks(int64_t elements, int multiprocessors) {
   constexpr int64_t kThreads = step_cuda_tuning::kThreads;
   const int64_t blocks = (elements + kThreads - 1) / kThreads;

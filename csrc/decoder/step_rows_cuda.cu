@@ -1,4 +1,4 @@
-// Launches what lies between the products of a decoder's step.
+// Launches the kernels between the products of a decoder's step.
 #include "decoder/step_cuda_launch.h"
 #include "decoder/step_rows_kernel.cuh"
 

@@ -1,4 +1,4 @@
-// What lies between the products of a decoder's step on a GPU: embedding, residuals and norms,
+// The kernels between the products of a decoder's step on a GPU: embedding, residuals and norms,
 // activations.
 #pragma once
 
