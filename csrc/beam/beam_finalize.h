@@ -41,7 +41,8 @@ struct BeamFinalizeParams {
   }
 };
 
-// Runs on the calling thread and torch's worker threads. What the tensors hold has been checked.
+// Runs on the calling thread and torch's worker threads. The content of the tensors has been
+// checked.
 void beam_finalize_cpu(const BeamFinalizeParams& params);
 
 // stream is a cudaStream_t; launches only. Indices out of range are held to their ranges. Throws

@@ -9,7 +9,7 @@
 
 namespace lmdecode::beam::cuda_kernels {
 
-// Shared memory of a block. Behind it: int32_t places[ranked].
+// Shared memory of a block, followed by int32_t places[ranked].
 struct BeamFinalizeStorage {
   int32_t open_beams[1];  // [num_groups * hypotheses]
 };

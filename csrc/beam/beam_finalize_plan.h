@@ -1,5 +1,5 @@
-// What beam_finalize does about one request: open beams get their places, then the hypotheses
-// their ranks, then the best ones are copied. CPU and CUDA run this same code.
+// beam_finalize for one request: open beams get their places, then the hypotheses their ranks, then
+// the best ones are copied. CPU and CUDA run this same code.
 #pragma once
 
 #include "beam/beam_finalize.h"

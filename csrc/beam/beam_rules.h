@@ -132,7 +132,7 @@ struct BeamSearchSlot {
   }
 
   // Whether no running beam can beat the hypotheses. best: the best candidate's score ("scorer"),
-  // or the first running beam's; length: generated tokens, with that of this step; by:
+  // or the first running beam's; length: generated tokens, including this step's; by:
   // divisor(length).
   LMD_HOST_DEVICE bool is_done(double best, double by) const {
     const bool full = has_all_hypotheses();

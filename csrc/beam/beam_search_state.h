@@ -1,5 +1,5 @@
 // The state and the parameters of beam searches as plain pointers; python/lmdecode/beam/state.py
-// says what each tensor holds. A slot is one search. Every tensor is contiguous.
+// describes each tensor. A slot is one search. Every tensor is contiguous.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ enum class BeamDialect : int32_t { kGenerate = 0, kScorer = 1, kFairseq = 2 };
 constexpr int64_t kEarlyStoppingTrue = 1;
 constexpr int64_t kEarlyStoppingNever = 2;
 
-// Bits of the status of a slot, beside those of log_softmax_top_k.
+// Bits of the status of a slot, in addition to log_softmax_top_k's.
 constexpr uint8_t kBeamStatusContinuations = 8;  // fewer candidates go on than there are beams
 constexpr uint8_t kBeamStatusCapacity = 16;      // the sequences are full; on a GPU alone
 

@@ -1,8 +1,8 @@
 // beam_step: each request's candidates to its next beams. docs/reference/beam.md is the user's
 // page.
 //
-// What to do about a request is decided first (beam_step_plan.h), by one thread, with no more than
-// numbers written; then its sequences move, in place. Requests do not depend on each other.
+// One thread first decides for a request (beam_step_plan.h), with no more than numbers written;
+// then its sequences move, in place. Requests do not depend on each other.
 #pragma once
 
 #include <cstdint>
@@ -60,8 +60,8 @@ struct BeamStepParams {
   }
 };
 
-// Runs on the calling thread and torch's worker threads. What the tensors hold has been checked:
-// slots are different, and every index is in range.
+// Runs on the calling thread and torch's worker threads. The content of the tensors has been
+// checked: slots are different, and every index is in range.
 void beam_step_cpu(const BeamStepParams& params);
 
 // stream is a cudaStream_t; launches only. Indices out of range are held to their ranges. Throws

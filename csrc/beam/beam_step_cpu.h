@@ -9,7 +9,7 @@
 
 namespace lmdecode::beam {
 
-// Scratch of a thread, behind one another; the widest elements first.
+// Scratch of a thread, concatenated; the widest elements first.
 struct BeamStepScratch {
   unsigned char* row;  // [capacity] of the widest element
   RowCopy* copies;     // [max_row_copies(beams)]

@@ -12,7 +12,7 @@
 
 namespace lmdecode::beam::cuda_kernels {
 
-// Shared memory of a block. Behind it: RowCopy copies[max_row_copies(beams)], int32_t
+// Shared memory of a block, followed by RowCopy copies[max_row_copies(beams)], int32_t
 // readers[beams], int32_t parents[beams], float log_probs[beams], int32_t sources[hypotheses].
 struct BeamStepStorage {
   BeamStepPlan plan;
@@ -24,8 +24,8 @@ LMD_HOST_DEVICE size_t beam_step_shared_bytes(int64_t beams, int64_t hypotheses)
          static_cast<size_t>(3 * beams + hypotheses) * sizeof(int32_t);
 }
 
-// Asks for what one thread will read, which would wait for one load after another: all threads, an
-// address each.
+// Prefetches the data that one thread reads, which would wait for one load after another: all
+// threads, an address each.
 __device__ inline void prefetch_request(const BeamStepParams& params, int64_t request) {
   const auto columns_of = [&](const auto& rows, int64_t columns) {
     if (rows.data == nullptr) return;

@@ -1,4 +1,4 @@
-// What beam_step decides about one request: everything but the sequences is written here, and how
+// beam_step's decisions for one request: everything but the sequences is written here, and how
 // those move is left in a plan. One thread's work, on the CPU and in CUDA alike.
 #pragma once
 
@@ -150,7 +150,7 @@ LMD_HOST_DEVICE bool decide(Request& r, const BeamSearchSlot& slot, int32_t* dec
 
 }  // namespace beam_step_detail
 
-// plan: with room behind its pointers; filled.
+// plan: output, with memory for its pointers.
 LMD_HOST_DEVICE void plan_beam_step(const BeamStepParams& p, int64_t request, BeamStepPlan& plan) {
   const BeamSearchState& state = p.state;
   const auto rows = p.rows_of(request);
@@ -208,7 +208,7 @@ LMD_HOST_DEVICE void plan_beam_step(const BeamStepParams& p, int64_t request, Be
       }
     }
   }
-  // What the request does not use of its rows is the beam of no search.
+  // Unused rows of the request belong to no search.
   for (int64_t row = plan.row + plan.num_beams; row < rows.end; ++row) {
     p.next_scores[row] = -HUGE_VALF;
     p.next_tokens[row] = pad_token;

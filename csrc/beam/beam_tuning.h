@@ -11,8 +11,8 @@ constexpr int64_t kGroupsPerCandidate = 16;
 constexpr int64_t kMinGroups = 256;
 // The search for the threshold ends where it leaves at most kSurplusShare more groups than asked.
 constexpr int64_t kSurplusShare = 4;
-// With processors, for each token that is edited beside the candidates: so many groups, and in
-// rows of fewer tokens than this for each, all log-probabilities are written instead.
+// With processors: more groups for each edited token. In rows with fewer tokens than this for each
+// edited one, all log-probabilities are written instead.
 constexpr int64_t kGroupsPerEdit = 2;
 constexpr int64_t kTokensPerEdit = 8;
 // Requests with at most this many candidates are sorted by insertion.
@@ -27,7 +27,7 @@ constexpr double kStepNanoseconds = 150.0;  // of a request in beam_step and bea
 constexpr double kStepNanosecondsPerCandidate = 5.0;
 constexpr double kStepNanosecondsPerToken = 0.5;  // of its sequences
 
-// Up to so many candidates of a request, a GPU ranks each among all.
+// Up to this many candidates of a request, a GPU ranks each among all.
 constexpr int64_t kRankedCandidates = 256;
 // Threads of the block that merges a request.
 constexpr int kMergeThreads = 256;

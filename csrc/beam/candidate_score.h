@@ -7,7 +7,7 @@
 
 namespace lmdecode::beam {
 
-// What a beam score says of its row before a logit is read.
+// The part of a row's state that its beam score decides.
 LMD_HOST_DEVICE uint8_t beam_score_status(float beam_score) {
   return beam_score < plus_infinity() ? 0 : kBeamStatusScore;
 }

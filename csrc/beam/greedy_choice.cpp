@@ -93,7 +93,7 @@ GreedyChoice choose_greedily(const RowProcessors& processors, const TimestampRow
     choice.log_prob = forced;
     return choice;
   }
-  // Only what changes logits needs another look.
+  // Only rules that change logits need another pass.
   const bool changes = processors.changes_values();
   if (changes) apply(processors, logits, vocab, max_edits, memory);
   if (timestamps.rule.is_on()) {

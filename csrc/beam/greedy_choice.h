@@ -17,14 +17,14 @@ struct GreedyChoice {
   uint8_t status = 0;     // a kBeamStatus of log_softmax_top_k.h; the token is 0 then
 };
 
-// What the rule of timestamps looks at besides the values of a row.
+// Inputs of the timestamp rule besides the values of a row.
 struct TimestampRow {
   TimestampRule rule;
   const int64_t* sequence = nullptr;
   int64_t length = 0;
 };
 
-// Scratch for at most so many tokens that processors touch one by one.
+// Scratch for the tokens that processors edit one by one.
 size_t greedy_edit_bytes(int64_t max_edits, int64_t vocab);
 
 // logits [vocab], which the processors are applied to in place; memory: greedy_edit_bytes().
@@ -45,7 +45,7 @@ void write_scores(const RowProcessors& processors, const TimestampRow& timestamp
 
 }  // namespace lmdecode::beam
 
-// What the choice needs of a row of logits, at every level.
+// The reductions of a row of logits that the choice needs, at every level.
 LMD_DECLARE_KERNELS(beam, float largest_value(const float* values, int64_t size);
                     double sum_of_exponentials(const float* values, int64_t size, float top);
                     int64_t first_place(const float* values, int64_t size, float value);)

@@ -1,6 +1,6 @@
 // The next tokens of rows without beams on a GPU: the largest logit of each row after the
 // processors, which here act on logits. beam/greedy_choice.h has the same on the CPU. Tokens are
-// equal; log-probabilities are those of log_softmax_top_k, before the processors.
+// equal; log-probabilities are log_softmax_top_k's, before the processors.
 #pragma once
 
 #include "beam/processor_rows_kernel.cuh"

@@ -17,7 +17,7 @@ struct NewHypothesis {
   int64_t place;
   int64_t beam;    // the running beam that it was
   int64_t length;  // of the running sequences
-  // Of what ends it, behind them; not there where an open beam becomes a hypothesis.
+  // The end token after them; absent where an open beam becomes a hypothesis.
   bool has_end;
   bool keeps_end_token;  // in the sequence, too
   int64_t end_token;
@@ -42,7 +42,7 @@ LMD_HOST_DEVICE void copy_part(T* hypotheses, const T* running, int64_t capacity
 
 }  // namespace hypothesis_detail
 
-// request: whose sequences they are where the caller keeps them.
+// request: owns the sequences where the caller keeps them.
 LMD_HOST_DEVICE void copy_hypothesis(const BeamSearchState& state, const CallerSequences& sequences,
                                      int64_t request, const NewHypothesis& h, Columns columns) {
   using hypothesis_detail::copy_part;

@@ -15,7 +15,7 @@
 namespace lmdecode::beam {
 
 // Bits of the status of a request. A request with any of them has no candidates. The values are
-// those of top_k_top_p_sample.
+// top_k_top_p_sample's.
 constexpr uint8_t kBeamStatusNan = 1;    // a logit was NaN, or became NaN by processors
 constexpr uint8_t kBeamStatusEmpty = 2;  // a row without a logit above -inf, or no candidate
 constexpr uint8_t kBeamStatusScore = 4;  // a beam score was NaN or +inf
@@ -50,7 +50,7 @@ struct LogSoftmaxTopKParams {
 
   int32_t* scratch = nullptr;  // [scratch_size()]; results of the rows, see below
 
-  float* scores = nullptr;    // [requests, num_candidates] contiguous; -inf where there is none,
+  float* scores = nullptr;    // [requests, num_candidates] contiguous; -inf for a missing one,
   int64_t* tokens = nullptr;  // likewise; then 0
   int64_t* beams = nullptr;   // likewise, counted within the request; then 0
   uint8_t* status = nullptr;  // [requests]
@@ -114,8 +114,8 @@ void log_softmax_top_k_cpu(const LogSoftmaxTopKParams& params, const LogitsProce
 void log_softmax_top_k_cuda(const LogSoftmaxTopKParams& params, const LogitsProcessors* processors,
                             float* values, void* stream);
 
-// What that launches. The rows without tries, those of requests with tries, which leaves others as
-// they are, then what becomes of them.
+// Its launches: rows without tries, rows of requests with tries (other rows stay unchanged), then
+// requests.
 void log_softmax_top_k_rows_cuda(const LogSoftmaxTopKParams& params,
                                  const LogitsProcessors* processors, float* values, void* stream);
 void log_softmax_top_k_trie_rows_cuda(const LogSoftmaxTopKParams& params,

@@ -2,8 +2,8 @@
 //
 // A row is streamed twice: for its maximum, and for the masses, which lists the candidates on the
 // way. The first pass also keeps the largest logits of groups of tokens: at least k tokens reach
-// the k-th largest of these, so it is a threshold that no guess has to verify. What is left to look
-// at is whether tokens below it have the score of the k-th candidate too.
+// the k-th largest of these, so it is a threshold that no guess has to verify. The rest to look at
+// is whether tokens below it have the score of the k-th candidate too.
 #pragma once
 
 #include "beam/beam_tuning.h"
@@ -129,9 +129,8 @@ void keep_best(const T* x, int64_t n, int64_t k, float threshold, const Score& s
   }
 }
 
-// The list, without what is no candidate, to the row's part of the scratch. Of a row that failed
-// nothing, however long its list had become.
-// log_prob(token): of the token alone.
+// Writes the list, without non-candidates, to the row's part of the scratch. Of a row that failed
+// nothing, however long its list had become. log_prob(token): of the token alone.
 template <class LogProb>
 void write_row(const LogSoftmaxTopKParams& params, int64_t row, const CandidateList& list,
                uint32_t status, LogProb log_prob) {
@@ -203,7 +202,7 @@ class RowCandidates {
   CandidateScore score_{};  // of the row at hand
 };
 
-// The order of the candidates of one request, from what its rows left in the scratch.
+// Orders the candidates of one request, from its rows' parts of the scratch.
 class RequestMerge {
  public:
   RequestMerge(const LogSoftmaxTopKParams& params, CandidateList list)

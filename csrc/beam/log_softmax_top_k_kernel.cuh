@@ -114,7 +114,7 @@ class RowCandidates {
   }
 
   // The row's first candidates in the order "score descending, then token". They need no more than
-  // what reaches the k-th largest, or has its score.
+  // tokens that reach the k-th largest, or have its score.
   template <class Score>
   __device__ KeptSet best_of(RowSlice<T>& slice, const Score& score) {
     using namespace sampling::cuda_kernels;
@@ -122,7 +122,7 @@ class RowCandidates {
     const Word k = static_cast<Word>(params_.row_candidates);
     keep_largest(cluster_, slice, vocab_, best_, k, launch_.list_room,
                  [&](float logit) { return lowest_value_of_warp(score, order_key(score(logit))); });
-    // A list of k tokens is what is wanted.
+    // The list holds k tokens.
     const Descent cut = descend<false, Order::kValue>(
         cluster_, slice, vocab_, TokenRange{all}, weight_,
         [k](Word candidates) { return k < candidates ? k : Word{0}; });
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(sampling::cuda_tuning::kMaxThreads)
   }
 }
 
-// The candidates of one request in their order, from what its rows left in the scratch.
+// Orders the candidates of one request, from its rows' parts of the scratch.
 class RequestMerge {
  public:
   __device__ RequestMerge(const LogSoftmaxTopKParams& params, RowStorage& storage)
@@ -221,7 +221,7 @@ class RequestMerge {
     if (threadIdx.x == 0) params_.status[request] = static_cast<uint8_t>(sums.status);
     if (sums.count > 0) {
       list_all();
-      // Where there are few, to count what comes before each is less than to look for the k-th.
+      // With few candidates, counting those before each is cheaper than a search for the k-th.
       const bool is_many = sums.count > k && size_ > tuning::kRankedCandidates;
       place(request, is_many ? lowest_key(k) : 0);
     }
@@ -253,7 +253,7 @@ class RequestMerge {
 
   // A candidate of the request: place i % row_candidates of row i / row_candidates.
   struct Candidate {
-    uint32_t key;  // of the score; 0: there is none
+    uint32_t key;  // of the score; 0: none
     uint32_t token;
   };
 

@@ -1,7 +1,7 @@
-// What log_softmax_top_k does to the log-probabilities of a row before it chooses candidates: the
-// parameters, and the rules, the same on CPU and CUDA.
+// The processors that log_softmax_top_k applies to the log-probabilities of a row before it chooses
+// candidates: the parameters, and the rules, the same on CPU and CUDA.
 //
-// The order is that of transformers' generate(): bias, diversity penalty, repetition penalty,
+// The order is as in transformers' generate(): bias, diversity penalty, repetition penalty,
 // n-grams, minimum length, bitmask and trie, forced token, suppressed tokens. The first three
 // compute, in f32; the others allow a token or give it -inf. Numbers that are no token of the
 // vocabulary stand for none, wherever they are.
@@ -59,7 +59,7 @@ struct LogitsProcessors {
   PerRow<float> diversity_penalty;         // [requests]
   TensorRows<float> bias;                  // [vocab], [requests, vocab] or [rows, vocab]
   TensorRows<int32_t> token_bitmask;       // [requests or rows, ceil(vocab / 32)]
-  // What the beams of a request are held to, and the node of each.
+  // The trie that restricts the beams of a request, and the node of each.
   PerRow<TokenTrie> tries;         // [requests]; one without tokens: none
   const int32_t* nodes = nullptr;  // [rows]
 
@@ -113,7 +113,7 @@ struct RowProcessors {
            (static_cast<uint32_t>(token_bitmask[token / 32]) >> (token % 32) & 1) != 0;
   }
 
-  // What is left of the token's log-probability where one is forced.
+  // The log-probability of a forced token.
   LMD_HOST_DEVICE float forced_log_prob() const {
     for (int64_t i = 0; i < suppressed_tokens.size; ++i) {
       if (suppressed_tokens[i] == forced_token) return minus_infinity();

@@ -1,5 +1,5 @@
-// The tokens of a row that the processors change one by one, each once, and how: on the CPU. What
-// acts on all tokens alike, a bias or a bitmask, is no edit.
+// The tokens of a row that processors change one by one, each once, with their values: on the CPU.
+// A bias or a bitmask, which acts on all tokens, is no edit.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +16,11 @@ struct TokenEdit {
   bool banned;
   bool listed;     // for the kernel: found among the best of the row
   float logit;     // likewise: the row's own
-  float log_prob;  // likewise: what the processors make of it, -inf where it is banned
+  float log_prob;  // likewise: after the processors, -inf if banned
 };
 
-// A hash table of the edits by token, in memory of the caller. What kernels call of it is always
-// inlined: see simd/vec.h.
+// A hash table of the edits by token, in memory of the caller. The functions that kernels call are
+// always inlined: see simd/vec.h.
 class TokenEdits {
  public:
   // For at most max_edits of a vocabulary.
@@ -52,7 +52,7 @@ class TokenEdits {
     return slot;
   }
 
-  // The edit of a token, new where there is none yet; null for a number that is no token.
+  // The edit of a token, added if missing; null for a number that is no token.
   TokenEdit* edit(int64_t token);
 
   const int64_t vocab_;

@@ -90,7 +90,7 @@ class ProcessedRowCandidates {
     return 0;
   }
 
-  // What the processors make of a token that the trie allows.
+  // The processed log-probability of a token that the trie allows.
   float allowed_log_prob(const T* x, const RowProcessors& processors, uint32_t token) {
     const TokenEdit* edit = edits_.find(token);
     const float log_prob = processors.adjusted(score_.log_prob(to_float(x[token])), token,
@@ -157,7 +157,7 @@ class ProcessedRowCandidates {
     }
   }
 
-  // What the processors make of the edited tokens; false where a NaN comes of it.
+  // Processes the edited tokens; false if one becomes NaN.
   bool process_edits(const RowProcessors& processors) {
     bool is_number = true;
     for (int64_t i = 0; i < edits_.size(); ++i) {
@@ -288,7 +288,7 @@ class ProcessedRowCandidates {
   const int64_t n_, k_;
   const int fraction_bits_;
   CandidateScore score_{};  // of the row at hand, before processors
-  bool written_ = false;    // values_ holds what processors made of the row
+  bool written_ = false;    // values_ holds the processed row
 };
 
 template <class T>
@@ -321,7 +321,7 @@ void run_rows(const LogSoftmaxTopKParams& params, const LogitsProcessors& proces
 }  // namespace
 
 // Rows [begin, end): each to its part of the scratch. `workspace` has sampling_workspace_bytes() of
-// the vocabulary and, behind them, TokenEdits::bytes(max_edits, vocab); aligned to 64.
+// the vocabulary, followed by TokenEdits::bytes(max_edits, vocab); aligned to 64.
 void log_softmax_top_k_processed_rows(const LogSoftmaxTopKParams& params,
                                       const LogitsProcessors& processors, int64_t max_edits,
                                       int64_t begin, int64_t end, void* workspace) {

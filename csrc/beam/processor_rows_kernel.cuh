@@ -1,6 +1,6 @@
 // The rows of log_softmax_top_k with processors on a GPU: one kernel writes the processed
 // log-probabilities of all rows, a second finds each row's best among them, as
-// log_softmax_top_k_kernel.cuh does among logits. Results are those of the CPU bit for bit.
+// log_softmax_top_k_kernel.cuh does among logits. Results equal the CPU's bit for bit.
 #pragma once
 
 #include "beam/log_softmax_top_k_kernel.cuh"
@@ -53,7 +53,7 @@ class RowProcessing : protected RowCandidates<T> {
   }
 
  protected:
-  // flags: what the status of the row has besides its failures.
+  // flags: bits of the row's status besides its failures.
   template <class Places>
   __device__ void run_on(float beam_score, uint32_t flags) {
     const LogSoftmaxTopKParams& call = this->params_;
@@ -81,7 +81,7 @@ class RowProcessing : protected RowCandidates<T> {
   __device__ float* values() const { return all_.values + this->row_ * this->params_.vocab; }
 
   // Writes the row of values; whether a NaN came of the processors, for all threads. score: its
-  // log_prob(logit) is what they act on.
+  // They act on log_prob(logit).
   template <class Places, class Score>
   __device__ bool process(const RowSlice<T>& slice, const Score& score) {
     const RowProcessors p = processors();

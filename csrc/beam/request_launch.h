@@ -13,7 +13,7 @@ namespace lmdecode::beam {
 // Dynamic shared memory that every device gives a block unasked.
 constexpr size_t kSharedBytesUnasked = 48 * 1024;
 
-// What the shared memory of a step holds, in an error.
+// The content of a step's shared memory, for an error.
 constexpr const char* kStepTakes = "(24 bytes a beam, 4 a hypothesis)";
 
 inline void check_shared_bytes(const char* op, size_t shared_bytes, const char* takes,
@@ -26,7 +26,7 @@ inline void check_shared_bytes(const char* op, size_t shared_bytes, const char* 
   throw std::invalid_argument(message.str());
 }
 
-// kernel(params) with so many bytes of shared memory; takes: what these hold, in an error.
+// Launches kernel(params) with shared_bytes of shared memory; takes: their content, for an error.
 template <class Params>
 void launch_requests(const char* op, void (*kernel)(Params), int64_t requests, size_t shared_bytes,
                      const char* takes, const Params& params, void* stream) {

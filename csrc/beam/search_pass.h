@@ -1,5 +1,5 @@
-// A pass of a step of beam searches: what its ops read and write, and the work of a search before
-// and after them. One code for the CPU and CUDA, where a block has a search.
+// A pass of a step of beam searches: the tables of its ops, and the work of a search before and
+// after them. One code for the CPU and CUDA, where a block has a search.
 #pragma once
 
 #include "beam/beam_rules.h"
@@ -41,7 +41,7 @@ inline RulesOfPass possible_rules(const SearchStepParams& step, int64_t num_earl
   return on;
 }
 
-// What log_softmax_top_k and beam_step read and write in a pass, by its searches and their rows.
+// Inputs and outputs of log_softmax_top_k and beam_step in a pass, by its searches and their rows.
 struct PassTables {
   int64_t* row_offsets;  // [searches + 1]: where the rows of each begin in the pass
   int64_t* logits_rows;  // [rows]: of each row of the pass
@@ -96,7 +96,7 @@ struct SearchPass {
   int64_t num_earlier = 0;
 
   // A search of the pass, its numbers within their ranges: CUDA cannot check them before the
-  // launch. The slot is below 0 where it is none.
+  // launch. A slot below 0 is none.
   LMD_HOST_DEVICE SearchOfStep search(int64_t i) const {
     SearchOfStep s = step.searches[begin + i];
     if (s.slot >= step.state.slots) s.slot = -1;
@@ -352,7 +352,7 @@ struct SearchPass {
     const SearchOfStep s = search(i);
     const TokenTrie trie = s.slot < 0 ? TokenTrie{} : tables.tries[i];
     for (int64_t row = s.next_row + columns.first; row < s.next_end; row += columns.step) {
-      // A beam that exists in name only, or whose search is done, may name a row that it has not.
+      // A placeholder beam, or a beam of a finished search, may name a row outside the pass.
       const int64_t last = s.num_rows > 0 ? s.num_rows - 1 : 0;
       const int64_t beam = clamped(step.next_parents[row] - s.first_row, 0, last);
       step.next_parents[row] = s.first_row + beam;

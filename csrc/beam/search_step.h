@@ -24,15 +24,15 @@ struct SearchOfStep {
   int64_t dialect;    // a BeamDialect
   int64_t first_row;  // of the logits
   int64_t num_rows;   // num_beams of its slot; or 1: its beams are alike, all but one in name only
-  int64_t pass_row;   // the first of its rows among those of its pass
-  int64_t next_row;   // the first of its num_beams next beams, behind those of its earlier groups
-  int64_t next_end;   // behind the last of them
+  int64_t pass_row;   // the first of its rows in its pass
+  int64_t next_row;   // the first of its num_beams next beams, after its earlier groups'
+  int64_t next_end;   // after the last of them
   int64_t num_earlier;  // next beams of earlier groups, right before next_row
 };
 
 // Searches that are chosen at the same time.
 struct PassOfStep {
-  int64_t searches;     // that many, behind those of the pass before
+  int64_t searches;     // their number; they follow the previous pass's
   int64_t rows;         // num_rows of them all
   int64_t num_earlier;  // the most of any
 };
@@ -115,7 +115,7 @@ void search_step_cpu(const SearchStepParams& params, const SearchStepSizes& size
 
 // workspace: search_step_cuda_workspace_bytes(sizes) on the device, aligned to 64. stream is a
 // cudaStream_t; launches only. token_rules.tries are on the host, the arrays of each on the device.
-// Rules whose tensor is null are off. Numbers out of range are held to their ranges. Throws
+// Rules whose tensor is null are off. Numbers out of range are clamped. Throws
 // std::invalid_argument for more beams and hypotheses than fit a block.
 void search_step_cuda(const SearchStepParams& params, const SearchStepSizes& sizes, void* workspace,
                       void* stream);

@@ -8,13 +8,13 @@
 namespace lmdecode::beam {
 namespace {
 
-// A pass's tables, and what the CPU has beside them.
+// A pass's tables, and the CPU's additional scratch.
 struct Workspace : PassTables {
   unsigned char* edits;     // of one row, where it is row by row
   float* row_values;        // [vocab], likewise
   int32_t* allowed_tokens;  // [rows, ceil(vocab / 32)], likewise
 
-  // The most tokens of a row that rules name one by one.
+  // The most tokens of a row that rules edit one by one.
   static int64_t max_edits(const SearchStepSizes& s) {
     return s.capacity + s.num_bans + s.num_earlier;
   }
@@ -98,7 +98,8 @@ class SearchStep {
             state_.sequences + w_.state_rows[row] * state_.capacity, state_.lengths[slot]};
   }
 
-  // Whether the rule of timestamps is on for any of these searches; then what it allows.
+  // Whether the timestamp rule is on for any of these searches; then sets the tokens that it
+  // allows.
   bool collect_allowed_tokens(LogitsProcessors* to) const {
     bool any = false;
     for (int64_t i = 0; i < count(); ++i) {

@@ -1,6 +1,6 @@
-// The kernels of a step of beam searches on a GPU, beside those of log_softmax_top_k: before the
-// candidates of a pass, a block a search writes its tables; behind them, a block a search completes
-// them and goes on as beam_step does. docs/reference/beam.md has the semantics.
+// The kernels of a step of beam searches on a GPU, in addition to log_softmax_top_k's: before the
+// candidates of a pass, a block for each search writes its tables; after them, a block for each
+// search completes them and continues as beam_step. docs/reference/beam.md has the semantics.
 #pragma once
 
 #include "beam/beam_step_kernel.cuh"
@@ -8,14 +8,13 @@
 
 namespace lmdecode::beam::cuda_kernels {
 
-// Some tries, which go to the device as the parameter of a kernel: nothing is copied from memory of
-// the host, so that a CUDA graph keeps them.
+// Tries passed as a kernel parameter, not copied from host memory, so that a CUDA graph keeps them.
 struct TrieList {
   static constexpr int64_t kMost = 64;
   TokenTrie tries[kMost];
   int64_t count;
 
-  // The first of so many.
+  // Takes the first `size` tries, at most kMost.
   TrieList(const TokenTrie* from, int64_t size) : count(size < kMost ? size : kMost) {
     for (int64_t i = 0; i < count; ++i) tries[i] = from[i];
   }
@@ -55,15 +54,15 @@ inline __global__ void __launch_bounds__(tuning::kStepThreads)
 
 namespace lmdecode::beam {
 
-// The launches of a step of beam searches, in their order. Launches has one method a launch: those
-// of the CUDA runtime (search_step_cuda.cu), or of the emulation that tests run.
+// The launches of a step of beam searches, in their order. Launches has one method a launch: by the
+// CUDA runtime (search_step_cuda.cu), or by the emulation in tests.
 
-// What the kernels of all passes have, one pass after the other.
+// The workspace of all passes, which run one after the other.
 struct CudaWorkspace : PassTables {
   TokenTrie* all_tries;  // [num_tries]
   float* values;         // [rows, vocab] with rules
 
-  // With null for the memory it only counts. Returns the bytes.
+  // Returns the bytes; with null for the memory it only counts them.
   size_t split(const SearchStepSizes& s, void* memory) {
     SplitMemory block(memory);
     PassTables::split(s, &block);
@@ -81,7 +80,7 @@ void launch_candidates(const SearchPass& pass, float* values, const Launches& la
   LogSoftmaxTopKParams top = pass.top_k();
   const LogitsProcessors processors = pass.processors(on);
   if (pass.step.greedy) return launches.greedy_rows(top, processors, values);
-  // Rows that a trie holds are dead to the first kernels, others no concern of the second ones.
+  // The first kernels skip rows with a trie, the second ones all other rows.
   LogitsProcessors free_processors = processors;
   free_processors.tries = {};
   if (pass.tables.free_beam_scores != nullptr) top.beam_scores = pass.tables.free_beam_scores;

@@ -1,5 +1,5 @@
 // Whisper's timestamp rules: the allowed next tokens of a row, by its generated tokens and by its
-// probabilities of timestamps and of text. The rules are those of transformers'
+// probabilities of timestamps and of text. The rules follow transformers'
 // WhisperTimeStampLogitsProcessor; python/lmdecode/reference/decoder.py has them in plain torch.
 //
 // The vocabulary is text, the token "no timestamps", and timestamps up to its end.

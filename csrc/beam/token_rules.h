@@ -1,6 +1,6 @@
-// What is done to log-probabilities, or to the logits where tokens are chosen greedily, before a
-// search chooses: one row for each search. The rules of python/lmdecode/beam/token_rules.py, and
-// what each of them does: logits_processors.h.
+// Rules on log-probabilities, or on the logits where tokens are chosen greedily, before a search
+// chooses: one row for each search. The rules of python/lmdecode/beam/token_rules.py, and the
+// effect of each: logits_processors.h.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct TokenRules {
   int64_t rows = 0;                               // n
   const float* repetition_penalty = nullptr;      // [n]; 1: off
   const int64_t* no_repeat_ngram_size = nullptr;  // [n]; 0: off
-  const float* diversity_penalty = nullptr;       // [n]; for what earlier groups chose
+  const float* diversity_penalty = nullptr;       // [n]; for tokens of earlier groups
   // [n, num_bans, 4]: a token, the first and the last length of a sequence that it cannot be added
   // to, and whether that holds where the token is forced, too
   const int64_t* bans = nullptr;
@@ -25,13 +25,12 @@ struct TokenRules {
   // on with; the last one of a length holds
   const int64_t* forced = nullptr;
   int64_t num_forced = 0;
-  // [n, 4]: the numbers of a TimestampRule; null: none is on. It comes behind the other rules, but
-  // for a forced token, which it leaves alone.
+  // [n, 4]: the numbers of a TimestampRule; null: off. It follows the other rules, but for a forced
+  // token, which it leaves alone.
   const int64_t* timestamps = nullptr;
   const float* bias = nullptr;  // [n, vocab], [vocab] for all, or null
   int64_t bias_stride = 0;      // from one row of it to the next; 0: one for all
-  // What is generated, from the prompt on, is held to a trie. [n]: its number, below 0: none. Null:
-  // nowhere.
+  // The number of the trie that restricts the generated tokens, [n]; below 0: none. Null: nowhere.
   const int64_t* trie_numbers = nullptr;
   const TokenTrie* tries = nullptr;  // [num_tries]
   int64_t num_tries = 0;
@@ -41,7 +40,7 @@ struct TokenRules {
     const int64_t* const rule = timestamps + row * 4;
     return {rule[0], rule[1], rule[2], rule[3]};
   }
-  // One without tokens where there is none.
+  // A trie without tokens if the row has none.
   LMD_HOST_DEVICE TokenTrie trie(int64_t row) const {
     const int64_t number = trie_numbers == nullptr ? -1 : trie_numbers[row];
     return number < 0 || number >= num_tries ? TokenTrie{} : tries[number];

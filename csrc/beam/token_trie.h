@@ -1,4 +1,4 @@
-// A set of token sequences as a trie: what a search that is held to them may go on with.
+// A set of token sequences as a trie, which restricts the next tokens of a search to them.
 //
 // Nodes are numbered in the order of their depth, the children of a node next to each other and
 // ascending by their tokens: node n has the children [child_begin[n], child_begin[n + 1]), and
@@ -28,14 +28,14 @@ LMD_HOST_DEVICE int64_t place_of(const int32_t* tokens, int64_t size, int64_t to
 }
 
 struct TokenTrie {
-  const int32_t* tokens = nullptr;       // [nodes]; null: there is no trie
+  const int32_t* tokens = nullptr;       // [nodes]; null: no trie
   const int32_t* child_begin = nullptr;  // [nodes + 1]
   int64_t nodes = 0;
 
   struct Children {
     int64_t begin, end;
   };
-  // Whatever the arrays hold, children are nodes of the trie.
+  // Always nodes of the trie, even if the arrays are invalid.
   LMD_HOST_DEVICE Children children(int64_t node) const {
     if (node < 0 || node >= nodes) return {0, 0};
     const int64_t begin = child_begin[node], end = child_begin[node + 1];

@@ -1,7 +1,7 @@
-// The rows of log_softmax_top_k that are held to a trie on a GPU: one kernel reads each row for its
-// sum and writes what the processors make of the tokens that the trie allows, one behind the
-// other; a second finds the best of these. What is left of the vocabulary is neither written nor
-// looked at, nor are rows of requests without a trie. Results are those of the CPU bit for bit.
+// The rows of log_softmax_top_k that a trie restricts, on a GPU: one kernel reads each row for its
+// sum and writes the processed values of the allowed tokens side by side; a second finds the best
+// of these. Other tokens, and rows of requests without a trie, are neither read nor written.
+// Results equal the CPU's bit for bit.
 #pragma once
 
 #include "beam/beam_tuning.h"
@@ -82,7 +82,7 @@ class TrieRowCandidates : private RowCandidates<float> {
     const AllowedTokens allowed(p, params_.vocab);
     if (allowed.size() == 0) return;
     vocab_ = static_cast<uint32_t>(allowed.size());
-    SamplingLaunchPlan plan = launch_;  // its slices are those of the vocabulary
+    SamplingLaunchPlan plan = launch_;  // its slices divide the vocabulary
     plan.slice = ((vocab_ + plan.cluster_size - 1) / plan.cluster_size + 15) / 16 * 16;
     if (plan.cached > plan.slice) plan.cached = plan.slice;
     RowSlice<float> slice(all_.values + row * params_.vocab, 1, vocab_, cluster_.rank(), plan,

@@ -13,7 +13,7 @@ struct TrieStepParams {
   const int32_t* nodes = nullptr;   // [size] contiguous
   const int64_t* tokens = nullptr;  // [size]
   int64_t tokens_stride = 1;        // in elements
-  int32_t* next = nullptr;          // [size] contiguous; kOffTrie where there is none
+  int32_t* next = nullptr;          // [size] contiguous; kOffTrie if there is none
 
   LMD_HOST_DEVICE void step(int64_t i) const {
     next[i] = trie.child(nodes[i], tokens[i * tokens_stride]);

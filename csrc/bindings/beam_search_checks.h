@@ -146,7 +146,7 @@ inline CallerSequences caller_sequences(const Arguments& arguments, const Tensor
           tensor.stride(2)};
 }
 
-// Each slot of a call, once.
+// Checks that each slot occurs once.
 inline void check_slots(const char* op, const RequestRows<int64_t>& slots, int64_t entries,
                         int64_t num_slots) {
   if (slots.data == nullptr) return;
@@ -168,7 +168,7 @@ inline void check_range(const char* op, const char* name, int64_t slot, int64_t 
   fail(op, name, "[", slot, "] is ", value, "; expected ", low, " to ", high, why);
 }
 
-// Of one slot that a call is about. sequence_length: of the caller's, or below 0.
+// Checks one slot of a call. sequence_length: of the caller's sequences, or below 0.
 inline void check_slot(const char* op, const BeamSearchState& state, const BeamSearchParameters& p,
                        int64_t slot, int64_t sequence_length) {
   check_range(op, "parameters.num_beams", slot, p.num_beams[slot], 1, state.beams,

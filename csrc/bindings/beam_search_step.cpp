@@ -39,7 +39,7 @@ std::vector<PassOfStep> passes_of_step(const decoder::Integers& numbers,
   return passes;
 }
 
-// What the step is told of one search of a pass, whose rows begin at pass_row.
+// Checks the numbers of one search of a pass; its rows begin at pass_row.
 void check_search(const SearchStepParams& p, const PassOfStep& pass, int64_t i, int64_t pass_row) {
   const SearchOfStep& s = p.searches[i];
   check_slot(kOp, p.state, p.parameters, s.slot, -1);
@@ -61,7 +61,7 @@ void check_search(const SearchStepParams& p, const PassOfStep& pass, int64_t i, 
                std::min(s.next_row, pass.num_earlier));
 }
 
-// What the step is told of all searches, and the slots that these are in, each once.
+// Checks the numbers of all searches, and that each slot occurs once.
 void check_searches(const SearchStepParams& p) {
   const RequestRows<int64_t> slots = {p.count > 0 ? &p.searches[0].slot : nullptr, kSearchNumbers,
                                       1};
@@ -159,7 +159,7 @@ void place_candidates(const Arguments& arguments, const Tensors& trace, SplitMem
   p->status = list.next<uint8_t>("status", {n});
 }
 
-// What a step writes may be none of what it goes by. The spans are asked for once a step.
+// Outputs of a step must not overlap its inputs. The spans are computed once a step.
 void check_written_apart(const std::vector<Tensor>& state, const Tensor& nodes,
                          const Tensors& trace, const std::vector<Tensor>& parameters,
                          const Tensor& searches) {

@@ -26,8 +26,7 @@ void check_row_offsets(const BeamStepParams& p) {
   }
 }
 
-// What the tensors hold, on the CPU alone: no CUDA kernel is waited for, and each holds it to its
-// ranges itself.
+// Checks the content of the tensors, on the CPU only: CUDA kernels clamp it to its ranges itself.
 void check_beam_step(const BeamStepParams& p) {
   check_slots(kOp, p.slots, p.requests, p.state.slots);
   const bool is_kept = !p.sequences.is_given;

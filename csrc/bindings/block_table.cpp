@@ -121,7 +121,7 @@ void reorder(const Tensor& blocks, const Tensor& lengths, const Tensor& ref_coun
 }  // namespace
 }  // namespace lmdecode::kv_cache
 
-// For tensors of any device, so that those of another one meet an error that says so.
+// For tensors of any device, so that an error names a wrong device.
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
   m.impl("block_table_append_", TORCH_BOX(&lmdecode::kv_cache::append));
   m.impl("block_table_reorder_", TORCH_BOX(&lmdecode::kv_cache::reorder));

@@ -154,7 +154,7 @@ void read_mixer(const char* op, WeightParts& parts, const MixerConfig& m, MixerW
   }
 }
 
-// Floats of a layer's state in that of the model, where every layer has one.
+// Floats between the states of two layers in the model's state.
 int64_t padded_state(const MixerConfig& m) { return (m.state_size() + 15) / 16 * 16; }
 
 ExpertsWeights experts_of(WeightParts& parts, const DecoderConfig& c) {

@@ -29,8 +29,8 @@ CausalModel causal_model_sizes(const char* op, const Integers& config, const Num
                                std::vector<float>* rotary_scales);
 
 // Six tensors a cache: pool, blocks, lengths, ref_counts, free_blocks, counters. windows: of each.
-// Behind them, where layers keep states: pool, positions, slots, ref_counts, free_slots, counters
-// with the rows' prompt_ends behind.
+// Then, if layers keep states: pool, positions, slots, ref_counts, free_slots, counters followed by
+// the rows' prompt_ends.
 constexpr size_t kCacheTensors = 6;
 struct CausalCacheList {
   PagedCache caches[kMaxPagedCaches];

@@ -1,4 +1,4 @@
-// Where a CUDA binding launches: every one begins with the device guard and the current stream.
+// Device guard and current stream: every CUDA binding begins with them.
 #pragma once
 
 #include <dlfcn.h>
@@ -21,7 +21,7 @@ struct CudaGuard {
 
 using CurrentCudaStreamFunction = decltype(&aoti_torch_get_current_cuda_stream);
 
-// libtorch_cuda's function that tells the current stream. To link it is no way: a torch without
+// libtorch_cuda's function that returns the current stream. It cannot be linked: a torch without
 // CUDA does not have it, and a weak symbol stays null also with one, because torch loads
 // libtorch_cuda for itself alone (RTLD_LOCAL). std::runtime_error where it is missing.
 inline CurrentCudaStreamFunction find_current_cuda_stream() {

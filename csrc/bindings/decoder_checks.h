@@ -118,7 +118,7 @@ class TensorList {
   size_t index_ = 0;
 };
 
-// Reads what the model's row of a decoder's or an encoder's layout has first.
+// Reads the first columns of the model's row in a decoder's or an encoder's layout.
 template <class Weights>
 void read_tables(const char* op, WeightParts& parts, const DecoderConfig& c, Weights* weights) {
   const int64_t positions = parts.number(0, "positions", 0);

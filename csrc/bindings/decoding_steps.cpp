@@ -14,7 +14,7 @@ namespace {
 constexpr const char* kStepsOp = "decoding_steps_";
 constexpr const char* kWorkspaceOp = "decoding_workspace_bytes";
 
-// Of a search that goes on, before anything is written.
+// Checks an unfinished search, before anything is written.
 void check_search(const DecodingParams& p, int64_t slot) {
   const beam::BeamSearchState& state = p.state;
   const int64_t request = slot / p.num_groups;
@@ -38,7 +38,7 @@ void check_search(const DecodingParams& p, int64_t slot) {
     check_number(kStepsOp, "parameters.pad_tokens", slot, p.parameters.pad_tokens[slot], 0,
                  p.config.vocab - 1);
   }
-  // What is not cached is read as the prompt of the request, for all of its groups at once.
+  // Uncached tokens are read as the request's prompt, for all of its groups at once.
   const int64_t first_slot = request * p.num_groups;
   const int64_t padding = p.padding(slot), cached = p.cached_lengths[request] + padding;
   if (cached < length - 1 && (!p.is_running(first_slot) || state.lengths[first_slot] != length)) {

@@ -79,12 +79,12 @@ auto unlocked(const Body& body) {
   return body();
 }
 
-// What a long call asks now and then, on the thread that called: whether to go on. Not after a
-// signal whose handler raised (Ctrl-C), a callback that raised, or, in a call that is without the
+// A long call polls this on its calling thread to learn whether to continue. It stops after a
+// signal handler that raised (Ctrl-C), a callback that raised, or, in a call that is without the
 // lock, at exit.
 class Interruption {
  public:
-  // What was raised is left in *error.
+  // *error holds the exception.
   Interruption(const Unlocked& guard, py::handle progress, std::exception_ptr* error)
       : guard_(guard), progress_(progress), error_(*error) {}
 

@@ -1,4 +1,4 @@
-// What the KV cache ops have in common: tensors as bytes, rows of integers, parents.
+// Checks shared by the KV cache ops: tensors as bytes, rows of integers, parents, blocks.
 #pragma once
 
 #include <limits>
@@ -21,7 +21,7 @@ inline StridedTensor strided_tensor(const Tensor& tensor) {
   return strided;
 }
 
-// With its address, of a tensor that is only read.
+// strided_tensor() with the address of a read-only tensor.
 inline StridedTensor strided_input(const Tensor& tensor) {
   StridedTensor strided = strided_tensor(tensor);
   strided.data = static_cast<unsigned char*>(const_cast<void*>(tensor.const_data_ptr()));
@@ -66,7 +66,7 @@ inline ParentRows parent_rows(const char* op, const Tensor& parents) {
   return {integer_rows(parents), static_cast<int32_t>(parents.size(0))};
 }
 
-// Of parents on the CPU: elsewhere nobody looks.
+// For parents on the CPU only.
 inline void check_parents(const char* op, const ParentRows& parents) {
   for (int64_t row = 0; row < parents.rows; ++row) {
     const int64_t parent = parents.at(row);
@@ -76,8 +76,8 @@ inline void check_parents(const char* op, const ParentRows& parents) {
   }
 }
 
-// A row's blocks from the first-th on; those before the kept-th may have been let go of. name: that
-// of the tensor.
+// Checks a row's blocks from index `first` on; blocks before index `kept` may have been freed.
+// name: the tensor's.
 inline void check_blocks(const char* op, const char* name, const BlockTable& table, int64_t row,
                          int64_t first, int64_t kept) {
   const int64_t used = table.blocks_for(table.lengths[row]);
@@ -90,8 +90,7 @@ inline void check_blocks(const char* op, const char* name, const BlockTable& tab
   }
 }
 
-// The most blocks that a row takes for some tokens more: those behind its last one, and a copy of
-// that where it is shared.
+// The most blocks that a row takes for `tokens` more: new ones, and a copy of a shared last one.
 inline int64_t most_blocks_taken(const BlockTable& table, int64_t row, int64_t tokens) {
   const int64_t length = table.lengths[row];
   if (tokens == 0) return 0;
@@ -99,7 +98,7 @@ inline int64_t most_blocks_taken(const BlockTable& table, int64_t row, int64_t t
          (length % table.block_size != 0 ? 1 : 0);
 }
 
-// The next `count` blocks that would be taken.
+// Checks the next `count` free blocks.
 inline void check_free_blocks(const char* op, const char* name, const BlockTable& table,
                               int64_t count) {
   const int32_t free = table.counters[kFreeBlocks];

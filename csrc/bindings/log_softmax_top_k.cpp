@@ -32,7 +32,7 @@ struct ProcessorArguments {
   const OptionalTensor& token_bitmask;
 };
 
-// Checks each against the logits, and turns it into what kernels read.
+// Checks each against the logits, and converts it to kernel parameters.
 class ProcessorChecks {
  public:
   ProcessorChecks(const char* op, const Tensor& logits, const LogSoftmaxTopKParams& params)
@@ -248,7 +248,7 @@ LogSoftmaxTopKParams log_softmax_top_k_params(const Tensor& logits, const Tensor
     p.num_beams = num_beams;
     p.requests = p.rows / num_beams;
   }
-  // Far beyond memory, but below what 64 bits can count.
+  // Far beyond memory, but within 64 bits.
   if (p.requests > 0 && num_candidates >= (int64_t{1} << 40) / p.requests) {
     fail(kOp, "num_candidates is ", num_candidates, " for ", p.requests,
          " requests; expected fewer than 2^40 candidates in all");

@@ -8,7 +8,7 @@ namespace {
 
 constexpr const char* kOp = "merge_attention_states";
 
-// first: o1, whose shape and dtype are those of both.
+// first: o1; both have its shape and dtype.
 AttentionState attention_state(const char* out_name, const Tensor& out, const char* lse_name,
                                const Tensor& lse, const Tensor& first) {
   const Arguments arguments(kOp, "o1", first);

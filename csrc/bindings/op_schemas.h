@@ -37,7 +37,7 @@ inline constexpr OpSchema kOpSchemas[] = {
      Devices::kCpuOnly},
     {"sampler_row_bytes(int vocab, int text_capacity, int rules_capacity) -> int"},
     // state [batch, bytes] uint8: rows of csrc/sampling/sampler_state.h, of these sizes. Numbers
-    // and rules are those of SamplerIntegers, SamplerNumbers and SamplerRules there.
+    // and rules: the fields of SamplerIntegers, SamplerNumbers and SamplerRules there.
     {"sampler_insert_(Tensor(a!) state, int vocab, int text_capacity, int rules_capacity, int row, "
      "Tensor integers, Tensor numbers, Tensor rules, Tensor prompt) -> ()",
      Devices::kCpuOnly},
@@ -92,7 +92,7 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"trie_build(Tensor tokens, Tensor offsets) -> (Tensor tokens, Tensor child_begin, Tensor "
      "ends)",
      Devices::kCpuOnly},
-    // The nodes that tokens [n] int64 lead to from nodes [n] int32, -1 if there is none.
+    // The nodes that tokens [n] int64 lead to from nodes [n] int32, -1 if none.
     {"trie_step(Tensor trie_tokens, Tensor child_begin, Tensor nodes, Tensor tokens) -> Tensor"},
     // state: the 14 tensors of lmdecode.BeamState, parameters: the 8 of lmdecode.BeamParameters.
     // rows: number of rows of the next beams, the last element of row_offsets; below 0 if that can
@@ -103,8 +103,8 @@ inline constexpr OpSchema kOpSchemas[] = {
      "SymInt rows) -> (Tensor scores, Tensor tokens, Tensor parents, Tensor decisions)"},
     // A step of any searches, from logits [rows, vocab] to the next beams: rules, candidates, next
     // beams, nodes of tries. searches [n, 9]: the fields of SearchOfStep (csrc/beam/search_step.h),
-    // passes: those of PassOfStep, three numbers a pass; rules: as in decoding_steps_, a row for
-    // each rule_row, where empty tensors are rules that are off; nodes [slots, beams] int32.
+    // passes: the three fields of PassOfStep; rules: as in decoding_steps_, a row for each
+    // rule_row, where empty tensors are rules that are off; nodes [slots, beams] int32.
     // fills_missing: with the rules "scorer" missing candidates continue too; greedy: the one
     // candidate of the one beam is the largest logit. trace: six tensors that receive the
     // candidates, or none. Returns tokens and parents [next_rows], and the state of each search: 0
@@ -133,7 +133,7 @@ inline constexpr OpSchema kOpSchemas[] = {
     // The block table of a paged cache, on the CPU: lmdecode.BlockTable owns these tensors, all
     // int32: block_table [rows, max_blocks], lengths [rows], ref_counts and free_blocks
     // [num_blocks], counters [3]: free blocks, copies, missing blocks. copies [rows, 3] (source,
-    // target, positions) and pools [num_blocks, heads, block_size, dim] are those of copy_blocks_.
+    // target, positions) and pools [num_blocks, heads, block_size, dim] as in copy_blocks_.
     {"block_table_append_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) ref_counts, "
      "Tensor(d!) free_blocks, Tensor(e!) counters, Tensor(f!) copies, Tensor num_tokens, int "
      "block_size) -> ()"},
@@ -156,12 +156,12 @@ inline constexpr OpSchema kOpSchemas[] = {
     // Outputs [B, H, S, D] or ragged [tokens, H, D], with lse [B, H, S] or [H, tokens].
     {"merge_attention_states(Tensor o1, Tensor lse1, Tensor o2, Tensor lse2) -> (Tensor out, "
      "Tensor lse)"},
-    // weight [out_features, in_features]; format: that of csrc/linear/packed_linear.h, by number.
-    // The packed tensor is in the order of the CPU capability in use.
+    // weight [out_features, in_features]; format: a LinearFormat of csrc/linear/packed_linear.h, by
+    // number. The packed tensor is in the order of the CPU capability in use.
     {"pack_linear(Tensor weight, int format) -> Tensor", Devices::kCpuOnly},
     // Into bytes of that size, aligned to 64.
     {"pack_linear.out(Tensor weight, int format, *, Tensor(a!) out) -> ()", Devices::kCpuOnly},
-    // From the order of any CPU capability to that of the one in use.
+    // Converts any CPU capability's order of values to the current one's.
     {"repack_linear(Tensor packed) -> Tensor", Devices::kCpuOnly},
     // A weight that is already int4: weight uint8 [out_features, in_features], scales float16 and
     // zeros uint8 [out_features, groups]. The group size determines the format: 4, 5 or 6, but 3
@@ -169,8 +169,7 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"pack_quantized_linear(Tensor weight, Tensor scales, Tensor? zeros) -> Tensor",
      Devices::kCpuOnly},
     // Blocks of a GGUF file: uint8 [out_features, bytes of a row], of the type with the file's
-    // number.
-    // To a packed weight, whose format follows from the type, or to float32 [out_features,
+    // number. Converts to a packed weight, in the format of the type, or to float32 [out_features,
     // in_features].
     {"pack_gguf_linear(Tensor blocks, int type) -> Tensor", Devices::kCpuOnly},
     {"pack_gguf_linear.out(Tensor blocks, int type, *, Tensor(a!) out) -> ()", Devices::kCpuOnly},
@@ -187,13 +186,12 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", Devices::kCpuOnly},
     // config, numbers: of lmdecode.DecoderConfig; embedding [vocab, model_size]; weights: one
     // buffer; layout [layers + 1, 22] int64: offsets of its parts (decoder/weights.py); state: the
-    // 14 tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: those of TokenRules,
-    // and with tries the number of each slot's trie, int64, -1 for none, then tokens and
-    // child_begin of each trie; caches: those of DecodingCaches; options: rules, greedy,
+    // 14 tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: the tensors of
+    // TokenRules, and with tries the number of each slot's trie, int64, -1 for none, then tokens
+    // and child_begin of each trie; caches: the tensors of DecodingCaches; options: rules, greedy,
     // num_groups, num_candidates, max_steps, stop_when_done, chooses (else one step at most, up to
-    // the logits); logits [rows of caches, vocab]: receives the last logits of each row; with
-    // [2, rows of caches, vocab], also the values after the rules. Returns the number of steps,
-    // int64.
+    // the logits); logits [rows of caches, vocab]: receives the last logits of each row; with [2,
+    // rows of caches, vocab], also the values after the rules. Returns the number of steps, int64.
     {"decoding_steps_(Tensor embedding, Tensor weights, Tensor layout, int[] config, float[] "
      "numbers, Tensor(a!)[] state, "
      "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "
@@ -202,7 +200,7 @@ inline constexpr OpSchema kOpSchemas[] = {
     // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot
     {"decoding_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int"},
     // Writes keys and values of memories [n, source, memory_size] of `requests` [n] to the caches;
-    // of weights those of the layers alone.
+    // weights: of the layers only.
     {"decoding_read_memory_(Tensor weights, Tensor layout, int[] config, float[] numbers, "
      "Tensor(a!)[] "
      "caches, Tensor memory, Tensor lengths, Tensor requests) -> ()",
@@ -269,7 +267,7 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"decoder_activate_(Tensor(a!) up, Tensor? gate, int activation) -> ()"},
     // The CPU capability in use, by number: 0 default, 1 avx2, 2 avx512, 3 amx.
     {"cpu_capability() -> int"},
-    // Those that this build has, a bit for each number; and of these what this machine runs.
+    // The capabilities of this build, a bit for each number; and those that this machine supports.
     {"cpu_capabilities() -> (int built, int usable)"},
 };
 inline constexpr size_t kOpCount = sizeof(kOpSchemas) / sizeof(kOpSchemas[0]);

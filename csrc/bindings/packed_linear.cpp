@@ -249,7 +249,8 @@ Tensor pack_quantized(const Tensor& weight, const Tensor& scales, const Optional
   return packed;
 }
 
-// The weight behind a packed tensor, if it is one of this shape for the kernels of this process.
+// Returns the weight in a packed tensor; fails unless it has this shape, for this process's
+// kernels.
 PackedLinear checked_weight(const Tensor& packed, const PackedLinearShape& shape) {
   check_rank(kLinearOp, "packed", packed, 1, "the result of pack_linear");
   const void* const data = Arguments(kLinearOp).strided<const uint8_t>("packed", packed, {-1});
@@ -263,7 +264,7 @@ PackedLinear checked_weight(const Tensor& packed, const PackedLinearShape& shape
   return {shape, data};
 }
 
-// A [rows, columns] argument whose rows are read side by side; `copy` keeps what that needs alive.
+// A [rows, columns] argument with contiguous rows; `copy` keeps a copy alive if one is needed.
 const float* checked_matrix(const char* name, const OptionalTensor& tensor, int64_t rows,
                             int64_t columns, Tensor* copy, int64_t* row_stride) {
   if (!tensor) return nullptr;

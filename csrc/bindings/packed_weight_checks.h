@@ -90,7 +90,7 @@ inline void check_steps(const char* op, const std::string& name, const PackedLin
 }
 
 // Throws unless these bytes, aligned to 64, are a weight of this shape for the kernels of this
-// process. why: what the shape comes from.
+// process. why: the origin of the shape.
 inline void check_packed_weight(const char* op, const std::string& name, const void* data,
                                 int64_t bytes, const PackedLinearShape& shape, const char* why) {
   const PackedHeader header = packed_header(op, name, data, bytes);
@@ -112,7 +112,7 @@ inline void check_packed_weight(const char* op, const std::string& name, const v
 }
 
 // A weight of these sizes at the beginning of bytes, aligned to 64: of the format given, or in up
-// to `most` parts of any, one behind the other. Returns how many; *used: the bytes that they take.
+// to `most` parts of any, concatenated. Returns their number; *used: their bytes.
 inline int64_t check_packed_parts(const char* op, const std::string& name, const void* data,
                                   int64_t bytes, int64_t in_features, int64_t out_features,
                                   std::optional<LinearFormat> format, const char* why,
@@ -133,7 +133,7 @@ inline int64_t check_packed_parts(const char* op, const std::string& name, const
         shape.out_features = header.out_features;
       }
     }
-    // A weight takes two bits at least: what cannot be there is not counted, which may overflow.
+    // A weight takes two bits at least: larger shapes fail before a count that may overflow.
     const bool fits = in_features <= 4 * bytes / std::max<int64_t>(shape.out_features, 1);
     const int64_t size = fits ? static_cast<int64_t>(packed_linear_bytes(shape)) : bytes + 1;
     if (size > bytes - *used) {

@@ -1,7 +1,7 @@
-// What no kernel takes: sparse and quantised tensors in any argument of any op, and CUDA tensors
-// where an op has a CPU kernel alone. The dispatcher sends such calls to keys of their own, before
-// any binding sees them; here each op has a kernel for these keys, which throws a
-// std::invalid_argument that names the argument.
+// Tensors that no kernel takes: sparse and quantised tensors in any argument, and CUDA tensors of
+// CPU-only ops. The dispatcher sends such calls to keys of their own, before any binding sees them;
+// here each op has a kernel for these keys, which throws a std::invalid_argument that names the
+// argument.
 //
 // One function serves all ops: it reads names and types of the arguments from the op's schema.
 #include <array>
@@ -84,7 +84,7 @@ std::vector<NamedTensor> take_arguments(const OpSchema& op, StableIValue* stack)
   return tensors;
 }
 
-// The overload is no part of what a caller writes.
+// Callers do not write the overload.
 std::string name_in_errors(const OpSchema& op) {
   const std::string name = op_name(op);
   return name.substr(0, name.find('.'));

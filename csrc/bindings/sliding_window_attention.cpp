@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 1024;
 
-// What sliding_window_attention and sliding_window_decode have in common.
+// Options shared by sliding_window_attention and sliding_window_decode.
 struct AttentionOptions {
   int64_t window;
   int64_t window_right;
@@ -68,7 +68,7 @@ class AttentionArguments {
     set_window(options);
     p.scale = checked_number("scale", options.scale);
     p.softcap = checked_number("softcap", options.softcap);
-    // 0 is none; what is too small for a float32 is not.
+    // 0 means none; a value too small for float32 does not.
     if (options.softcap < 0.0 || (p.softcap == 0.0f && options.softcap != 0.0)) {
       fail(op, "softcap is ", options.softcap, "; expected a float32 of more than 0");
     }
@@ -245,7 +245,7 @@ class AttentionArguments {
     if (offsets.size(0) < 1 || !offsets.is_contiguous()) {
       fail(op_, name, " has shape ", shape_text(offsets), "; expected [sequences + 1], contiguous");
     }
-    if (offsets.size(0) == 1 && tokens > 0) {  // of what a device is given, sizes alone are known
+    if (offsets.size(0) == 1 && tokens > 0) {  // on a device, only sizes are known
       fail(op_, name, " has shape [1], of no sequence; expected one that ends at ", tokens,
            ", the tokens of ", of);
     }

@@ -1,5 +1,5 @@
 // lmdecode._store: the store for Python. Tensors arrive as addresses and strides, token ids as
-// buffers of int32; there is no torch in here. python/lmdecode/_store.pyi has the types.
+// buffers of int32; torch is not used. python/lmdecode/_store.pyi has the types.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -30,7 +30,7 @@ py::str text_of(const std::string& bytes) {
   return py::reinterpret_steal<py::str>(text);
 }
 
-// The subclass that Python has for the number, with the whole message.
+// Raises the subclass of OSError for the number, with the whole message.
 void set_os_error(const StoreError& error) {
   const int number = error.error_number();
   const py::object type = py::reinterpret_borrow<py::object>(PyExc_OSError);
@@ -67,7 +67,7 @@ void translate(const StoreError& error) {
 
 using bindings::interruptible, bindings::Interruption, bindings::unlocked;
 
-// ---- what is passed
+// ---- arguments
 
 // The bytes of an object that has the buffer protocol, side by side.
 class Buffer {
@@ -99,8 +99,8 @@ py::bytes bytes_of(const Digest& digest) {
   return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
 }
 
-// What Python holds of the engine's. It goes without the lock, as the engine may have to wait;
-// calls that are under way in other threads keep it until they are done.
+// Python's handle of an engine object. It is released without the lock, as the engine may have to
+// wait; calls that are under way in other threads keep it until they are done.
 template <class T>
 class Handle {
  public:

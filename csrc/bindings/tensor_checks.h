@@ -135,7 +135,7 @@ struct ArgumentName {
 };
 
 // Reads the tensor arguments of one call: each a pointer, once its dtype, shape, strides and device
-// are what the op expects.
+// match the op.
 class Arguments {
  public:
   using Sizes = std::initializer_list<int64_t>;
@@ -206,7 +206,7 @@ class Arguments {
     return data;
   }
 
-  // Null where there is none.
+  // Null if absent.
   template <class T>
   T* contiguous(ArgumentName name, const OptionalTensor& tensor, Sizes sizes,
                 const char* shape = nullptr, ScalarType type = scalar_type_of<T>()) const {

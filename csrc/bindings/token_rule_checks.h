@@ -1,5 +1,5 @@
-// Token rules, and the tries behind them, to plain pointers: python/lmdecode/beam/token_rules.py
-// says what each tensor holds.
+// Token rules and their tries to plain pointers: python/lmdecode/beam/token_rules.py describes each
+// tensor.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace lmdecode::decoder {
 
 inline constexpr size_t kRuleTensors = 7;
 
-// The tries behind the other rules: the number of each row's, below 0 for none, and tokens and
-// child_begin of each. Returned are those that the rules point to.
+// The tensors of tries follow the other rules': each row's number, below 0 for none, then tokens
+// and child_begin of each trie. Returns the tries that `rules` then points to.
 inline std::vector<beam::TokenTrie> add_tries(const Arguments& arguments, const Tensors& tensors,
                                               beam::TokenRules* rules) {
   if (tensors.size() <= kRuleTensors) return {};
@@ -41,7 +41,7 @@ inline std::vector<beam::TokenTrie> add_tries(const Arguments& arguments, const 
   return tries;
 }
 
-// What the tensors hold is looked at on the CPU alone.
+// The content of the tensors is checked on the CPU only.
 inline beam::TokenRules token_rules(const Arguments& arguments, const Tensors& all, int64_t rows,
                                     int64_t vocab) {
   const char* const op = arguments.op();

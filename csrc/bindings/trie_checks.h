@@ -6,7 +6,7 @@
 
 namespace lmdecode::beam {
 
-// What the arrays hold is not looked at: a TokenTrie stays within them whatever it is.
+// The content of the arrays is not checked: a TokenTrie stays within them in any case.
 inline TokenTrie token_trie(const Arguments& arguments, const Tensor& tokens,
                             const Tensor& child_begin) {
   const auto* const trie_tokens = arguments.contiguous<const int32_t>("trie_tokens", tokens, {-1});

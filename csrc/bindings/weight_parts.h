@@ -1,5 +1,5 @@
 // The weights of a model, in one memory: `layout`, a row for the model and one for each layer, says
-// where each part lies, in bytes, -1 where there is none; some of its columns are numbers.
+// where each part lies, in bytes, -1 if absent; some of its columns are numbers.
 // python/lmdecode/decoder/weights.py and causal_weights.py make both.
 #pragma once
 
@@ -44,14 +44,14 @@ class WeightParts {
         row_(row),
         headers_(headers) {}
 
-  // A number of the layout, which is no place.
+  // A number in the layout, not an offset.
   int64_t number(int64_t row, const char* name, int64_t low, int64_t high = kMaxDecoderSize - 1) {
     const int64_t value = *row_++;
     if (value >= low && value <= high) return value;
     fail(op_, "layout[", row, "].", name, " is ", value, "; expected ", low, " to ", high);
   }
 
-  // Null where there is none.
+  // Null if absent.
   template <class T>
   const T* next(const char* name, int64_t count) {
     constexpr int64_t kSize = sizeof(T);
@@ -74,8 +74,8 @@ class WeightParts {
     return parts[0];
   }
 
-  // Of several matrices of one shape and format, one behind the other, the first, and the bytes
-  // from one to the next. The header of the first alone is looked at again at each step.
+  // Of several concatenated matrices of one shape and format, the first, and the bytes from one to
+  // the next. The header of the first alone is looked at again at each step.
   linear::PackedLinear matrices(const char* name, std::optional<linear::LinearFormat> format,
                                 int64_t count, int64_t in_features, int64_t out_features,
                                 int64_t* stride) {
@@ -139,7 +139,7 @@ class WeightParts {
   std::vector<CheckedHeader>* const headers_;
 };
 
-// What a model is read from.
+// The arguments that describe a model.
 struct ModelArguments {
   const Tensor& memory;
   const Tensor& layout;
@@ -157,8 +157,8 @@ struct ModelArguments {
   }
 };
 
-// A model whose weights have been checked, and what the checks looked at. Model has kLayoutColumns,
-// and is made of the name of an op, ModelArguments and a list for headers of packed weights.
+// A checked model, with the inputs of the checks. Model has kLayoutColumns, and is made of the name
+// of an op, ModelArguments and a list for headers of packed weights.
 template <class Model>
 class CheckedModel {
  public:
