@@ -88,7 +88,7 @@ LMD_HOST_DEVICE int64_t hypothesis_rank(const BeamFinalizeParams& p, int64_t req
   using beam_finalize_detail::hypothesis_at;
   const auto own = hypothesis_at(p, request, place);
   if (own.number < 0) return -1;
-  // Of equal scores the last to come is the first with "scorer", which pops from the end.
+  // Among equal scores, "scorer" returns the last one first: it pops from the end.
   const bool last_first = p.dialect == BeamDialect::kScorer;
   int64_t rank = 0;
   for (int64_t other = 0; other < p.num_groups * p.state.hypotheses; ++other) {

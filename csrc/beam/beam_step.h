@@ -31,7 +31,7 @@ struct BeamStepParams {
   RequestRows<int64_t> offsets;       // [requests + 1, 1]; null: state.beams rows a request
   RequestRows<int64_t> ends;     // [requests, 1], beside offsets; null: the next request's offset
   RequestRows<int64_t> parents;  // [parent_count, 1]; null: offsets
-  // Of parents. Where the next request's rows begin is where a request's end; 0: that is not so.
+  // Entries of parents. The rows of one end where the next begins; 0: they need not.
   int64_t parent_count = 0;
   CallerSequences sequences;
 

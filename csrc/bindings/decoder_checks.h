@@ -36,7 +36,7 @@ class IntegerList {
     return value;
   }
   bool next_flag(const char* field) { return next(field, 0, 1) != 0; }
-  // Of linear weights; -1: each has its own.
+  // The format of linear weights; -1: each has its own.
   std::optional<linear::LinearFormat> next_format() {
     const int64_t format = next("format", -1, linear::kMaxLinearFormat);
     if (format < 0) return std::nullopt;
@@ -50,7 +50,7 @@ class IntegerList {
   size_t index_ = 0;
 };
 
-// Of an encoder: a vocab_size of 0 where it takes no tokens, and a memory_size of 0.
+// For an encoder: a vocab_size of 0 if it takes no tokens, and a memory_size of 0.
 inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const Numbers& numbers,
                                     bool is_encoder = false) {
   IntegerList list(op, "config", sizes, 14);

@@ -7,7 +7,7 @@
 namespace lmdecode::decoder {
 namespace {
 
-// Of the caches of a memory, which are read 16 bytes at a time.
+// Checks caches of a memory, which are read 16 bytes at a time.
 void check_source(const char* op, int64_t source) {
   if (source % kAttentionBlock != 0) {
     fail(op, "keys has ", source, " positions; expected a multiple of ", kAttentionBlock);

@@ -49,7 +49,7 @@ class RingAppendArguments {
     p.positions.all = position;
   }
 
-  // Of positions on the CPU: elsewhere nobody looks.
+  // For positions on the CPU only.
   void check_positions() const {
     if (p.positions.rows.data == nullptr) return;
     for (int64_t row = 0; row < p.rows; ++row) {

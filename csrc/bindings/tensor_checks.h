@@ -34,8 +34,8 @@ template <class... Parts>
   throw std::invalid_argument(message.str());
 }
 
-// Of any tensor. Tensor::scalar_type() throws a std::runtime_error for the dtypes that torch's
-// stable interface does not know, such as int4.
+// Works for any tensor. Tensor::scalar_type() throws a std::runtime_error for the dtypes that
+// torch's stable interface does not know, such as int4.
 inline ScalarType dtype_of(const Tensor& tensor) {
   int32_t number = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
@@ -188,7 +188,7 @@ class Arguments {
     fail(op_, name.text(), " has strides; expected a contiguous tensor");
   }
 
-  // Of any strides.
+  // Any strides.
   template <class T>
   T* strided(ArgumentName name, const Tensor& tensor, Sizes sizes, const char* shape = nullptr,
              ScalarType type = scalar_type_of<T>()) const {

@@ -50,7 +50,7 @@ BeamIndirectionParams beam_indirection_params(const Tensor& indirection, const T
   return params;
 }
 
-// Of lengths on the CPU: elsewhere nobody looks.
+// For lengths on the CPU only.
 void check_lengths(const BeamIndirectionParams& params) {
   if (params.lengths.rows.data == nullptr) return;
   for (int64_t row = 0; row < params.parents.rows; ++row) {

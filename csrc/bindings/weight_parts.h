@@ -74,7 +74,7 @@ class WeightParts {
     return parts[0];
   }
 
-  // Of several concatenated matrices of one shape and format, the first, and the bytes from one to
+  // The first of several concatenated matrices of one shape and format, and the bytes from one to
   // the next. The header of the first alone is looked at again at each step.
   linear::PackedLinear matrices(const char* name, std::optional<linear::LinearFormat> format,
                                 int64_t count, int64_t in_features, int64_t out_features,

@@ -299,7 +299,7 @@ class CausalForward {
 
   // In the last layer with keys of its own these are all that is wanted of rows without logits. Of
   // the others x, queries [rows, query_bytes] and, where they are given, projected [rows, size]
-  // move up, and what the layers behind it read.
+  // move up, and the later layers read them.
   void keep_rows_with_logits(float* x, void* queries, int64_t query_bytes,
                              float* projected = nullptr, int64_t size = 0) {
     if (num_logits_ == rows_ || p_.hidden_out != nullptr) return;

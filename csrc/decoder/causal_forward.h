@@ -47,7 +47,7 @@ struct PagedCache {
   int64_t block_stride() const { return table.block_size * row_size(); }
   int64_t head_stride() const { return table.num_blocks * block_stride(); }
   int64_t part_stride() const { return kv_heads * head_stride(); }
-  // Of block 0.
+  // The address of block 0.
   unsigned char* keys(int64_t layer) const {
     return pool + layer * 2 * part_stride() * element_size();
   }

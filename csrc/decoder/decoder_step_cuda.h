@@ -6,7 +6,7 @@
 // Row r of a step is cache row r. Rows of a launch are unordered, so no row may read what another
 // one writes: the table never points to a position that another row writes in this step. Rows at
 // one position, as in a search, cannot break this. Indices are on the device and not checked
-// before: a row whose index is out of range gets 0 and writes nothing.
+// before: a row with an index out of range gets 0 and writes nothing.
 #pragma once
 
 #include <cstdint>

@@ -29,7 +29,7 @@ int64_t most_bytes(int64_t in_features, int64_t rows) {
   return rounded_up(static_cast<int64_t>(linear::most_linear_input_bytes(in_features, rows)));
 }
 
-// Of a slot in slot_inputs: a row with its scale, of whatever format.
+// Bytes of a slot in slot_inputs: a row with its scale, in any format.
 int64_t slot_bytes(int64_t in_features) {
   return 64 + std::max(most_bytes(in_features, 1), rounded_up(4 * in_features));
 }

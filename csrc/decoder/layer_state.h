@@ -18,7 +18,7 @@ constexpr int64_t kMostTaps = 16;
 constexpr int64_t kMostHeadSize = 1024;  // of keys, and of values
 
 // Sizes, the same in all layers of a model. python/lmdecode/decoder/mixers.py says what is
-// computed. Of Mamba-2 keys are B, queries C and values x.
+// computed. In Mamba-2, keys are B, queries C and values x.
 struct MixerConfig {
   MixerKind kind = MixerKind::kNone;
   int64_t size = 0;  // of the model
@@ -27,7 +27,7 @@ struct MixerConfig {
   int64_t key_size = 0;
   int64_t value_size = 0;
   int64_t taps = 0;  // tokens that the convolution sees
-  // Of Mamba-2: whether the norm is before the gate, and limits of the steps.
+  // For Mamba-2: whether the norm is before the gate, and limits of the steps.
   bool norm_first = false;
   float least_step = 0.0f;
   float most_step = 0.0f;

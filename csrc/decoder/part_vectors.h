@@ -1,4 +1,4 @@
-// Vectors of rows whose last one may be partial. For kernel files: compiled once for each CPU
+// Vectors of rows; the last one may be partial. For kernel files: compiled once for each CPU
 // capability.
 #pragma once
 

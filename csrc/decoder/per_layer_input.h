@@ -16,12 +16,12 @@ enum class EmbeddingFormat : int32_t { kLogits = 0, kFloat32 = 1, kBFloat16 = 2,
 struct TokenRows {
   EmbeddingFormat format = EmbeddingFormat::kFloat32;
   const void* values = nullptr;  // [vocab, size] of kFloat32 and kBFloat16
-  linear::PackedLinear packed;   // whose rows they are: kLogits and kPacked
+  linear::PackedLinear packed;   // the rows of kLogits and kPacked
 
   void read(int64_t token, int64_t size, float* to) const;
 };
 
-// Of a model.
+// The tables of a model.
 struct PerLayerModel {
   int64_t size = 0;  // of the inputs of a layer; 0: there are none
   TokenRows rows;    // [layers * size] each
@@ -31,7 +31,7 @@ struct PerLayerModel {
   float norm_epsilon = 0.0f;
 };
 
-// Of a layer.
+// The weights of a layer.
 struct PerLayerWeights {
   LinearWeights gate;  // [size, model_size]
   LinearWeights out;   // [model_size, size]

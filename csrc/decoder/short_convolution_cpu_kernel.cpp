@@ -9,7 +9,7 @@ using namespace lmdecode::decoder;
 
 namespace {
 
-constexpr int64_t kBlock = 256;  // channels whose last inputs lie in the L1 cache
+constexpr int64_t kBlock = 256;  // channels: their last inputs fit the L1 cache
 
 // kTaps is the number of taps, or 0 where it is known at run time only.
 template <int kTaps>

@@ -177,8 +177,8 @@ __device__ __forceinline__ void put_parts_together(StepStorage& storage, float* 
   cuda::cluster_sync();  // the storages are read
 }
 
-// What add_up_values finds, divided, to out_of(r)[d]. Of more parts than one, by way of sums
-// [padded head, kRows].
+// Writes add_up_values' sums, divided, to out_of(r)[d]. With several parts, by way of sums [padded
+// head, kRows].
 template <int kRows, class T, class ValueAt, class OutOf>
 __device__ __forceinline__ void finish_rows(StepStorage& storage, const float* weights, float* sums,
                                             const PositionBlocks& blocks, const PositionPart& part,
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads)
     const T* const q = static_cast<const T*>(p.qkv) + (row * 3 * heads + head) * head_size;
     const T* const k = q + heads * head_size;
     const T* const v = k + heads * head_size;
-    // Of the head, in the first cache row.
+    // The head's, in the first cache row.
     T* const keys = static_cast<T*>(p.keys) + head * p.capacity * padded;
     T* const values = static_cast<T*>(p.values) + head * p.capacity * padded;
     const int64_t own = row * row_stride + static_cast<int64_t>(position) * padded;
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads)
     const auto place = [&](int t) {
       return cache_rows[t - part.begin] * row_stride + static_cast<int64_t>(t) * padded;
     };
-    // Lanes stay together: those of a group without a key read the last one.
+    // Lanes stay together: a group without a key reads the last one.
     constexpr int kKeys = step_cuda_tuning::kKeysOfGroup;
     for (int begin = part.begin + threads.group; begin - threads.group_of_warp <= last;
          begin += kKeys * threads.groups) {
@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(kThreads)
                                              : source,
                             blocks);
     if (part.parts == 1 && blocks.rank > 0) continue;
-    // Of row r of the group, from the first element of the head.
+    // Row r of the group, from the first element of the head.
     const auto place = [&](int r) {
       return ((request * p.request_rows + first + r) * heads + head) * head_size;
     };
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kThreads)
     const T* const keys = static_cast<const T*>(p.keys) + cache + part.begin;
     const T* const values = static_cast<const T*>(p.values) + cache;
     // A group adds up a vector of positions, each lane some elements of the head. Lanes stay
-    // together: those of a group without positions read the last ones.
+    // together: a group without positions reads the last ones.
     const int vectors = (part.size + kElements - 1) / kElements;
     for (int begin = threads.group - threads.group_of_warp; begin < vectors;
          begin += threads.groups) {

@@ -1,4 +1,4 @@
-// The attention of a layer whose caches have a row a beam, read through the beam indirection.
+// Attention over caches with a row for each beam, read through the beam indirection.
 #pragma once
 
 #include "decoder/decoder_layer.h"

@@ -89,7 +89,7 @@ bool GroupCommit::commit(Lock& lock, uint64_t batch, Survives what) {
       }
     } else {
       failed_ = number;
-      // After a failed flush nobody knows what is on disk: only reading is safe. A full disk is
+      // After a failed flush the disk's content is unknown: only reading is safe. A full disk is
       // another matter: nothing was written, and the changes go with the next batch.
       if (result == CommitResult::kFailed && failure_.empty()) failure_ = reason;
       take_back(std::move(taken));

@@ -23,7 +23,7 @@ class GroupCommit {
   using Lock = std::unique_lock<std::mutex>;
   // Times of use that go with a transaction.
   using TakeUses = std::function<std::vector<UseTime>()>;
-  // Areas whose deletion is durable: they may be written again.
+  // Areas to write again: their deletion is durable.
   using Release = std::function<void(const std::vector<uint32_t>& areas)>;
   // Makes room for the index on a full disk, without the mutex; false: no other attempt is worth
   // it. Counts the attempts of a commit.
@@ -61,7 +61,7 @@ class GroupCommit {
   bool has_changes() const { return !open_.changes.empty() || written_ > committed_; }
   // Areas that wait for a durable commit.
   size_t num_freed() const { return open_.freed.size() + written_freed_.size(); }
-  // Of the open batch.
+  // Areas freed by the open batch.
   const std::vector<uint32_t>& freed() const { return open_.freed; }
   bool frees(uint32_t area) const { return freeing_row(area) != nullptr; }
   // The area's last change, which freed it, did not happen.

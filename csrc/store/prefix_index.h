@@ -53,7 +53,7 @@ class PrefixIndex {
   void move(EntryId id, uint32_t area, uint32_t header_crc, uint32_t usable_from,
             uint64_t sequence);
   void set_expiry(EntryId id, int64_t expires_ms);
-  // Of expiring entries, the soonest first.
+  // Expiring entries, the soonest first.
   const std::set<std::pair<int64_t, EntryId>>& expiry() const { return expiry_; }
 
   // --- rows of the durable index

@@ -99,7 +99,7 @@ void check_layout(const SlotLayout& layout) {
                                 " numbers; expected one for each of " +
                                 std::to_string(shape.num_layers) + " layers");
   }
-  // Of at most 2^16 * 2^20 * 2^16 * 8 bytes: no overflow.
+  // At most 2^16 * 2^20 * 2^16 * 8 bytes: no overflow.
   const uint64_t plane = layout.plane_bytes(0, layout.chunk_tokens);
   if (plane > kMaxSlotBytes || shape.state_bytes > kMaxSlotBytes ||
       layout.slot_bytes() > kMaxSlotBytes) {

@@ -50,7 +50,7 @@ struct SlotLayout {
   uint32_t chunk_tokens = 0;  // tokens of a full slot
   bool values_by_column = true;
 
-  // Of a slot with `count` tokens; plane 2 * layer holds keys, 2 * layer + 1 values, the last one
+  // For a slot with `count` tokens; plane 2 * layer holds keys, 2 * layer + 1 values, the last one
   // the state.
   uint64_t header_bytes(uint32_t count) const;
   uint64_t plane_bytes(uint32_t plane, uint32_t count) const;

@@ -66,7 +66,7 @@ uint32_t take_plane(const SlotLayout& layout, uint32_t plane, const uint8_t* sto
   return crc;
 }
 
-// Of the planes from one on, as far as they are wanted.
+// Bytes wanted of the planes, numbered from first_plane.
 uint64_t wanted_bytes(const SlotLayout& layout, uint32_t first_plane,
                       std::span<const TensorPlane> planes) {
   uint64_t bytes = 0;
