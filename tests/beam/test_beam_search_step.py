@@ -11,8 +11,7 @@ import torch
 
 from lmdecode import BeamRequest, BeamSearch, Trie
 from lmdecode.beam.engine import search as beam_search
-from lmdecode.beam.engine.choice import Chooser
-from lmdecode.beam.engine.plan import make_plan
+from lmdecode.beam.engine.step import Chooser, make_plan
 from tests.support.beam_passes import PassChooser
 from tests.support.beam_searches import random_request
 from tests.support.cases import bits

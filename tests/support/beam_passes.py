@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode.beam.engine.choice import Choice, rules_of_plan
-from lmdecode.beam.engine.plan import BeamPlan, PlannedSearch, starts_of
 from lmdecode.beam.engine.slots import BeamSlots
+from lmdecode.beam.engine.step import BeamPlan, NextBeams, PlannedSearch, rules_of_plan, starts_of
 from lmdecode.beam.ops import beam_step, log_softmax_top_k
 from lmdecode.beam.rule_arguments import RuleArguments
 from lmdecode.beam.state import BeamStep
@@ -39,7 +38,7 @@ class PassChooser:
 
     def choose(
         self, logits: Tensor, token_bitmask: Tensor | None, bonus: Tensor | None, traces: bool
-    ) -> Choice:
+    ) -> NextBeams:
         """Choose the next beams."""
         # Where there are several passes, they put their rows together; one place more is "none".
         several = len(self._passes) > 1
@@ -63,7 +62,7 @@ class PassChooser:
         state = self._store.state
         # The one place where the host waits.
         ended = torch.where(state.status > 0, 2, state.done).index_select(0, self._slots)
-        return Choice(tokens[:count], parents, ended.tolist(), traced)
+        return NextBeams(tokens[:count], parents, ended.tolist(), traced)
 
 
 class _Pass:

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_int
-from lmdecode.beam.engine.plan import RunningSearch
-from lmdecode.beam.engine.request import BeamRequest, BeamResult
-from lmdecode.beam.engine.request_ids import RequestIds, position_of_request
-from lmdecode.beam.engine.request_rules import check_tokens_of_request, token_rules_of_request
+from lmdecode.beam.engine.request import (
+    BeamRequest,
+    BeamResult,
+    RequestIds,
+    check_tokens_of_request,
+    position_of_request,
+    token_rules_of_request,
+)
 from lmdecode.beam.engine.results import beam_result
 from lmdecode.beam.engine.slots import begin_search
+from lmdecode.beam.engine.step import RunningSearch
 from lmdecode.beam.ops import beam_finalize
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import ALWAYS, new_token_rules, write_token_rules

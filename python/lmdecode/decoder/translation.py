@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lmdecode.beam.engine.request import BeamRequest, BeamResult
-from lmdecode.beam.engine.request_rules import token_rules_of_request
+from lmdecode.beam.engine.request import BeamRequest, BeamResult, token_rules_of_request
 from lmdecode.beam.engine.results import beam_results
 from lmdecode.beam.engine.slots import begin_search
 from lmdecode.beam.ops import beam_finalize

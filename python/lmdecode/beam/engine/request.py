@@ -1,7 +1,8 @@
-"""Input and output of ``BeamSearch``: a request and its result."""
+"""A request of ``BeamSearch``, its id and its token rules, and its result."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,9 +22,17 @@ from lmdecode._checks import (
     type_error,
 )
 from lmdecode.beam.state import EARLY_STOPPING, SEARCH_DIALECTS, EarlyStopping, SearchDialect
+from lmdecode.beam.token_rules import ALWAYS, TokenRules, one_slot
 from lmdecode.beam.trie import Trie
 
-__all__ = ["BeamRequest", "BeamResult"]
+__all__ = [
+    "BeamRequest",
+    "BeamResult",
+    "RequestIds",
+    "check_tokens_of_request",
+    "position_of_request",
+    "token_rules_of_request",
+]
 
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 
@@ -341,3 +350,89 @@ class BeamResult:
     def new_tokens(self, rank: int = 0) -> list[int]:
         """Return the tokens that were generated, best sequence first; end token as in lengths."""
         return self.sequences[rank, self.prompt_length : int(self.lengths[rank])].tolist()
+
+
+class RequestIds:
+    """The ids of requests that run or wait for ``pop_finished``."""
+
+    def __init__(self) -> None:
+        self._taken: set[Hashable] = set()
+        self._numbers = itertools.count()
+
+    def check(self, op: str, request: object) -> None:
+        """Raise TypeError for what is no ``BeamRequest``, ValueError for an id that is in use."""
+        if not isinstance(request, BeamRequest):
+            kind = type(request).__name__
+            raise TypeError(f"{op}: request is of type {kind}; expected a BeamRequest")
+        request_id = request.request_id
+        if request_id is not None and request_id in self._taken:
+            raise ValueError(
+                f"{op}: request_id {request_id!r} is in use, as request_id {request_id!r} is that "
+                "of a request which is running, or waits for pop_finished; expected another"
+            )
+
+    def new(self, request: BeamRequest) -> Hashable:
+        """Return the id that a checked request is to have."""
+        if request.request_id is not None:
+            return request.request_id
+        return next(number for number in self._numbers if number not in self._taken)
+
+    def add(self, request_id: Hashable) -> None:
+        """Take an id."""
+        self._taken.add(request_id)
+
+    def discard(self, request_id: Hashable) -> None:
+        """Give an id back."""
+        self._taken.discard(request_id)
+
+
+def position_of_request(op: str, request_id: object, running: Sequence[Hashable]) -> int:
+    """Return where a request is among those that run; raise ValueError where it is not."""
+    if request_id not in running:
+        raise ValueError(
+            f"{op}: request_id is {request_id!r}; expected one that is running: {list(running)}"
+        )
+    return list(running).index(request_id)
+
+
+def check_tokens_of_request(op: str, request: BeamRequest, vocab_size: int) -> None:
+    """Raise ValueError for a token that is to be written, and that the vocabulary does not have."""
+    forced = (request.forced_bos_token_id, request.forced_eos_token_id)
+    for name, tokens in (
+        ("prompt_ids", request.prompt_ids),
+        ("pad_token_id, by default the first end token,", (request.pad_token,)),
+        ("forced_bos_token_id", forced[:1]),
+        ("forced_eos_token_id", forced[1:]),
+    ):
+        if any(token is not None and token >= vocab_size for token in tokens):
+            raise ValueError(f"{op}: {name} is {list(tokens)}; expected tokens below {vocab_size}")
+
+
+def token_rules_of_request(request: BeamRequest, vocab_size: int) -> TokenRules:
+    """Return the rules of one slot. Token ids >= vocab_size are ignored."""
+    prompt = len(request.prompt_ids)
+    bans = [(token, 0, ALWAYS, 1) for token in request.suppress_tokens]
+    if request.min_new_tokens:
+        last = prompt + request.min_new_tokens - 1
+        bans += [(token, 0, last, 0) for token in request.eos_token_id]
+    forced = [
+        (length, token)
+        for length, token in (
+            (1, request.forced_bos_token_id),
+            (request.max_length - 1, request.forced_eos_token_id),
+        )
+        if token is not None and token < vocab_size
+    ]
+    bias = None
+    values = {token: value for token, value in request.logit_bias.items() if token < vocab_size}
+    if values:
+        bias = torch.zeros(vocab_size, dtype=torch.float32, device="cpu")
+        bias[list(values)] = torch.tensor(list(values.values()), dtype=torch.float32, device="cpu")
+    return one_slot(
+        repetition_penalty=request.repetition_penalty,
+        no_repeat_ngram_size=request.no_repeat_ngram_size,
+        diversity_penalty=request.diversity_penalty,
+        bans=bans,
+        forced=forced,
+        bias=bias,
+    )

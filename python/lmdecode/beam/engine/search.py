@@ -10,14 +10,18 @@ from torch import Tensor
 
 from lmdecode._checks import check_int
 from lmdecode._upload import uploaded
-from lmdecode.beam.engine.choice import Choice, Chooser
-from lmdecode.beam.engine.coverage import Coverage
-from lmdecode.beam.engine.plan import BeamPlan, RunningSearch, make_plan
-from lmdecode.beam.engine.request import BeamRequest, BeamResult
-from lmdecode.beam.engine.request_ids import RequestIds, position_of_request
+from lmdecode.beam.engine.request import BeamRequest, BeamResult, RequestIds, position_of_request
 from lmdecode.beam.engine.results import beam_result
 from lmdecode.beam.engine.slots import BeamSlots
-from lmdecode.beam.engine.step_checks import check_step
+from lmdecode.beam.engine.step import (
+    BeamPlan,
+    Chooser,
+    Coverage,
+    NextBeams,
+    RunningSearch,
+    check_step,
+    make_plan,
+)
 from lmdecode.beam.engine.trace import BeamTrace, trace_searches
 from lmdecode.beam.ops import beam_finalize
 from lmdecode.beam.state import BeamFinal
@@ -326,7 +330,7 @@ class BeamSearch:
             plan, Chooser(plan, store, vocab_size), Coverage(plan, store) if covers else None
         )
 
-    def _leave(self, plan: BeamPlan, choice: Choice) -> BeamSearchOutput:
+    def _leave(self, plan: BeamPlan, choice: NextBeams) -> BeamSearchOutput:
         """Remove finished requests from the batch; return the rows of the others."""
         tokens, parents = choice.tokens, choice.parents
         ended: list[list[int]] = [[] for _ in self._running]

@@ -12,9 +12,8 @@ from lmdecode.beam.types import BeamCandidates
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lmdecode.beam.engine.choice import Choice
-    from lmdecode.beam.engine.plan import BeamPlan, PlannedSearch
     from lmdecode.beam.engine.slots import BeamSlots
+    from lmdecode.beam.engine.step import BeamPlan, NextBeams, PlannedSearch
 
 __all__ = ["BeamTrace", "TracedBeam", "TracedCandidate", "TracedHypothesis", "format_trace"]
 
@@ -93,7 +92,7 @@ class BeamTrace(NamedTuple):
     status: int
 
 
-def trace_searches(store: BeamSlots, plan: BeamPlan, choice: Choice) -> list[BeamTrace]:
+def trace_searches(store: BeamSlots, plan: BeamPlan, choice: NextBeams) -> list[BeamTrace]:
     """Return the traces of a step, before its searches count it; waits."""
     return [
         _trace(store, entry, choice.parents, _candidates(candidates, decisions, entry))

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lmdecode._checks import MAX_INT, check_bool, check_int, type_error, unknown_parameter
-from lmdecode.beam.engine.request import BeamRequest
-from lmdecode.beam.engine.request_rules import check_tokens_of_request
+from lmdecode.beam.engine.request import BeamRequest, check_tokens_of_request
 from lmdecode.beam.state import EarlyStopping, SearchDialect
 from lmdecode.beam.token_rules import TokenRules, check_token_rules
 from lmdecode.beam.trie import Trie

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from lmdecode._checks import check_int, dtype_name, is_int, type_error
-from lmdecode.beam.engine.request import BeamResult
-from lmdecode.beam.engine.request_rules import check_tokens_of_request, token_rules_of_request
+from lmdecode.beam.engine.request import BeamResult, check_tokens_of_request, token_rules_of_request
 from lmdecode.decoder.searches import check_length
 from lmdecode.decoder.translation import Translator
 from lmdecode.decoder.weights import PackedDecoder
