@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.beam.engine.slots import BeamSlots
-from lmdecode.beam.engine.step import BeamPlan, NextBeams, PlannedSearch, rules_of_plan, starts_of
+from lmdecode.beam.engine.step import BeamPlan, PlannedSearch, StepChoice, rules_of_plan, starts_of
 from lmdecode.beam.ops import beam_step, log_softmax_top_k
 from lmdecode.beam.rule_arguments import RuleArguments
 from lmdecode.beam.state import BeamStep
@@ -38,7 +38,7 @@ class PassChooser:
 
     def choose(
         self, logits: Tensor, token_bitmask: Tensor | None, bonus: Tensor | None, traces: bool
-    ) -> NextBeams:
+    ) -> StepChoice:
         """Choose the next beams."""
         # Where there are several passes, they put their rows together; one place more is "none".
         several = len(self._passes) > 1
@@ -62,7 +62,7 @@ class PassChooser:
         state = self._store.state
         # The one place where the host waits.
         ended = torch.where(state.status > 0, 2, state.done).index_select(0, self._slots)
-        return NextBeams(tokens[:count], parents, ended.tolist(), traced)
+        return StepChoice(tokens[:count], parents, ended.tolist(), traced)
 
 
 class _Pass:

@@ -17,8 +17,8 @@ from lmdecode.beam.engine.step import (
     BeamPlan,
     Chooser,
     Coverage,
-    NextBeams,
     RunningSearch,
+    StepChoice,
     check_step,
     make_plan,
 )
@@ -330,7 +330,7 @@ class BeamSearch:
             plan, Chooser(plan, store, vocab_size), Coverage(plan, store) if covers else None
         )
 
-    def _leave(self, plan: BeamPlan, choice: NextBeams) -> BeamSearchOutput:
+    def _leave(self, plan: BeamPlan, choice: StepChoice) -> BeamSearchOutput:
         """Remove finished requests from the batch; return the rows of the others."""
         tokens, parents = choice.tokens, choice.parents
         ended: list[list[int]] = [[] for _ in self._running]

@@ -22,9 +22,9 @@ __all__ = [
     "BeamPlan",
     "Chooser",
     "Coverage",
-    "NextBeams",
     "PlannedSearch",
     "RunningSearch",
+    "StepChoice",
     "check_step",
     "make_plan",
     "rules_of_plan",
@@ -196,7 +196,7 @@ def check_step(
         _check_tensor("token_bitmask", token_bitmask, (rows, words), (torch.int32,), device)
 
 
-class NextBeams(NamedTuple):
+class StepChoice(NamedTuple):
     """The next beams of a step.
 
     Attributes
@@ -238,7 +238,7 @@ class Chooser:
 
     def choose(
         self, logits: Tensor, token_bitmask: Tensor | None, bonus: Tensor | None, traces: bool
-    ) -> NextBeams:
+    ) -> StepChoice:
         """Choose the next beams from [rows, V] logits; bonus: [searches, beams of the state]."""
         trace = self._new_trace() if traces else []
         tokens, parents, ended = ops.beam_search_step_(
@@ -266,7 +266,7 @@ class Chooser:
                 for i in range(len(status))
             ]
         # The one place where the host waits for a device.
-        return NextBeams(tokens, parents, ended.tolist(), traced)
+        return StepChoice(tokens, parents, ended.tolist(), traced)
 
     def _new_trace(self) -> list[Tensor]:
         shape, device = (len(self._searches), self._count), self._searches.device

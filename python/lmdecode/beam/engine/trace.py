@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lmdecode.beam.engine.slots import BeamSlots
-    from lmdecode.beam.engine.step import BeamPlan, NextBeams, PlannedSearch
+    from lmdecode.beam.engine.step import BeamPlan, PlannedSearch, StepChoice
 
 __all__ = ["BeamTrace", "TracedBeam", "TracedCandidate", "TracedHypothesis", "format_trace"]
 
@@ -92,7 +92,7 @@ class BeamTrace(NamedTuple):
     status: int
 
 
-def trace_searches(store: BeamSlots, plan: BeamPlan, choice: NextBeams) -> list[BeamTrace]:
+def trace_searches(store: BeamSlots, plan: BeamPlan, choice: StepChoice) -> list[BeamTrace]:
     """Return the traces of a step, before its searches count it; waits."""
     return [
         _trace(store, entry, choice.parents, _candidates(candidates, decisions, entry))
