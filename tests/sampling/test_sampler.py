@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import lmdecode
+from lmdecode.reference.drafts import verify_draft as reference_verify_draft
 from lmdecode.reference.sampler import Sampler as ReferenceSampler
-from lmdecode.reference.verify import verify_draft as reference_verify_draft
 
 DIALECTS = lmdecode.sampling.SAMPLER_DIALECTS
 INF = float("inf")

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lmdecode
+from lmdecode.reference.drafts import verify_draft
 from lmdecode.reference.sampler import Sampler
-from lmdecode.reference.verify import verify_draft
 
 
 class SamplerUnderTest(NamedTuple):

@@ -20,7 +20,7 @@ from lmdecode.reference.attention import (
     sliding_window_decode,
     swa_mask,
 )
-from lmdecode.reference.beam import log_softmax_top_k
+from lmdecode.reference.beam import log_softmax_top_k, trie_build, trie_step
 from lmdecode.reference.beam_rules import beam_finalize, beam_step
 from lmdecode.reference.drafts import prompt_lookup
 from lmdecode.reference.kv_cache import (
@@ -43,7 +43,6 @@ from lmdecode.reference.linear import (
     tile_product,
 )
 from lmdecode.reference.sampling import top_k_top_p_sample
-from lmdecode.reference.trie import trie_build, trie_step
 
 __all__ = [
     "beam_finalize",

@@ -1,7 +1,8 @@
-"""A decoder-only model again in plain torch."""
+"""A decoder-only model again in plain torch: attention, experts, and layers with a state."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,220 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
+from lmdecode.decoder.experts import ExpertsConfig
 from lmdecode.decoder.mixers import GatedDeltaRule, Mamba2, ShortConvolution
 from lmdecode.reference.decoder import activated, feed_forward, normed
-from lmdecode.reference.experts import experts, experts_beside
-from lmdecode.reference.mixers import State, gated_delta_rule, mamba2, short_convolution
 
-__all__ = ["CausalCache", "causal_hidden", "causal_logits"]
+__all__ = [
+    "CausalCache",
+    "State",
+    "causal_hidden",
+    "causal_logits",
+    "chosen_experts",
+    "experts",
+    "experts_beside",
+    "gated_delta_rule",
+    "mamba2",
+    "short_convolution",
+]
+
+# The convolution's last inputs, [taps - 1, channels], and the matrix of each value head, [heads,
+# key_size, value_size], of a convolution alone an empty tensor. None before a text.
+State = tuple[Tensor, Tensor]
+_L2_EPSILON = 1e-6
+
+
+def _convolved(
+    w: CausalLayerWeights, taps: int, x: Tensor, state: State | None
+) -> tuple[Tensor, Tensor]:
+    """Return the convolution of x [T, channels], and its last inputs."""
+    assert w.convolution is not None
+    before = x.new_zeros(taps - 1, x.shape[1]) if state is None else state[0]
+    inputs = torch.cat((before, x))
+    out = sum(w.convolution[:, tap] * inputs[tap : tap + len(x)] for tap in range(taps))
+    out = out if w.convolution_bias is None else out + w.convolution_bias
+    return torch.as_tensor(out), inputs[len(x) :]
+
+
+def short_convolution(
+    mixer: ShortConvolution, w: CausalLayerWeights, projected: Tensor, state: State | None
+) -> tuple[Tensor, State]:
+    """Return what a layer's last projection takes, [T, size], and the state behind the tokens.
+
+    Parameters
+    ----------
+    mixer, w
+        The layer's.
+    projected : Tensor
+        [T, 3 * size]: B, C and x.
+    state : tuple or None
+        That behind the tokens before.
+    """
+    b, c, x = projected.chunk(3, dim=-1)
+    out, last = _convolved(w, mixer.taps, b * x, state)
+    return c * out, (last, x.new_empty(0))
+
+
+def gated_delta_rule(
+    mixer: GatedDeltaRule,
+    w: CausalLayerWeights,
+    norm_epsilon: float,
+    projected: Tensor,
+    state: State | None,
+) -> tuple[Tensor, State]:
+    """Likewise [T, num_value_heads * value_size]; see ``GatedDeltaRule``, token by token."""
+    assert w.decay is not None and w.decay_bias is not None and w.mixer_norm_gamma is not None
+    m, heads = mixer, mixer.num_value_heads
+    qkv, z, b, a = projected.split((m.channels, m.mixed, heads, heads), dim=-1)
+    qkv, last = _convolved(w, m.taps, qkv, state)
+    keys = m.num_key_heads * m.key_size
+    q, k, v = F.silu(qkv).split((keys, keys, m.mixed), dim=-1)
+    q, k = (x.unflatten(-1, (-1, m.key_size)) for x in (q, k))
+    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _L2_EPSILON) for x in (q, k))
+    q, k = (x.repeat_interleave(heads // m.num_key_heads, dim=1) for x in (q, k))
+    q, v = q * m.key_size**-0.5, v.unflatten(-1, (heads, m.value_size))
+    decays, betas = (w.decay * F.softplus(a + w.decay_bias)).exp(), b.sigmoid()
+    s = v.new_zeros(heads, m.key_size, m.value_size) if state is None else state[1]
+    outs = []
+    for t in range(len(projected)):
+        s = s * decays[t, :, None, None]
+        delta = betas[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", s, k[t]))
+        s = s + k[t, :, :, None] * delta[:, None, :]
+        outs.append(torch.einsum("hkv,hk->hv", s, q[t]))
+    out = torch.stack(outs)
+    out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_epsilon)
+    out = (out * w.mixer_norm_gamma).flatten(1) * F.silu(z)
+    return out, (last, s)
+
+
+def mamba2(
+    mixer: Mamba2,
+    w: CausalLayerWeights,
+    norm_epsilon: float,
+    projected: Tensor,
+    state: State | None,
+) -> tuple[Tensor, State]:
+    """Likewise [T, num_heads * value_size]; see ``Mamba2``, token by token."""
+    assert w.decay is not None and w.decay_bias is not None and w.mixer_skip is not None
+    m, heads, keys = mixer, mixer.num_heads, mixer.num_groups * mixer.key_size
+    z, xbc, dt = projected.split((m.mixed, m.channels, heads), dim=-1)
+    xbc, last = _convolved(w, m.taps, xbc, state)
+    x, b, c = F.silu(xbc).split((m.mixed, keys, keys), dim=-1)
+    x = x.unflatten(-1, (heads, m.value_size))
+    b, c = (part.unflatten(-1, (m.num_groups, m.key_size)) for part in (b, c))
+    b, c = (part.repeat_interleave(heads // m.num_groups, dim=1) for part in (b, c))
+    steps = F.softplus(dt + w.decay_bias).clamp(m.least_step, m.most_step)
+    decays = (w.decay * steps).exp()
+    h = x.new_zeros(heads, m.key_size, m.value_size) if state is None else state[1]
+    outs = []
+    for t in range(len(projected)):
+        added = b[t, :, :, None] * (steps[t, :, None] * x[t])[:, None, :]
+        h = h * decays[t, :, None, None] + added
+        outs.append(torch.einsum("hkv,hk->hv", h, c[t]) + w.mixer_skip[:, None] * x[t])
+    out = torch.stack(outs).flatten(1)
+    if w.mixer_norm_gamma is None:
+        return out * F.silu(z), (last, h)
+    if not m.norm_first:
+        out = out * F.silu(z)
+    groups = out.unflatten(-1, (m.num_groups, -1))
+    groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + norm_epsilon)
+    out = groups.flatten(1) * w.mixer_norm_gamma
+    return out * F.silu(z) if m.norm_first else out, (last, h)
+
+
+Linear = Callable[..., Tensor]
+
+
+def chosen_experts(
+    config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the experts of each row, int64 [T, num_chosen], ascending, and their weights.
+
+    Parameters
+    ----------
+    config
+        Of the experts.
+    logits
+        [T, E] of the router.
+    choice_bias
+        [E] or None: added to what experts are chosen by.
+    """
+    values = logits.sigmoid() if config.router == "sigmoid" else logits
+    scores = values if choice_bias is None else values + choice_bias
+    # Of equal scores the lower index is first.
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    indices = order[:, : config.num_chosen].sort(dim=-1).values
+    if config.router == "softmax":
+        values = values.softmax(dim=-1)
+    weights = values.gather(1, indices)
+    if config.router == "softmax_of_chosen":
+        weights = weights.softmax(dim=-1)
+    if config.normalized:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + config.epsilon)
+    return indices, weights * config.scale
+
+
+def experts(config: CausalConfig, w: CausalLayerWeights, x: Tensor, linear: Linear) -> Tensor:
+    """Apply the experts of a layer to x, [T, D] to [T, D].
+
+    ``linear(x, weight, bias)`` multiplies experts; the router's product is exact.
+    """
+    c = config.experts
+    assert c is not None
+    out = _routed(config, w, x, x, linear)
+    if c.shared_size == 0:
+        return out
+    shared = feed_forward(config, w, x, linear)
+    if w.shared_gate is not None:
+        shared = shared * torch.sigmoid(x @ w.shared_gate)[:, None]
+    return out + shared
+
+
+def experts_beside(
+    config: CausalConfig, w: CausalLayerWeights, x: Tensor, given: Tensor, linear: Linear
+) -> Tensor:
+    """Apply the experts and the shared expert of a layer with norms of each, [T, D] to [T, D].
+
+    The shared expert reads ``given``; the router and the experts read norms of x.
+    """
+    shared = feed_forward(config, w, given, linear)
+    router_x = normed(config, x, w.router_norm_gamma, None)
+    out = _routed(config, w, normed(config, x, w.experts_norm_gamma, None), router_x, linear)
+    out = normed(config, out, w.experts_out_norm_gamma, None)
+    return out + normed(config, shared, w.shared_out_norm_gamma, None)
+
+
+def _routed(
+    config: CausalConfig, w: CausalLayerWeights, x: Tensor, router_x: Tensor, linear: Linear
+) -> Tensor:
+    """Return the sum of each row's experts, [T, D]."""
+    c = config.experts
+    assert c is not None and w.router is not None
+    assert w.experts_gate is not None and w.experts_up is not None and w.experts_down is not None
+    logits = torch.nn.functional.linear(router_x, w.router, w.router_bias)
+    indices, weights = chosen_experts(c, logits, w.router_choice_bias)
+    if w.router_scale is not None:
+        weights = weights * w.router_scale[indices]
+    out = torch.zeros_like(x)
+
+    def apply(matrices: Any, biases: Tensor | None, e: int, rows: Tensor) -> Tensor:
+        matrix = matrices[e]
+        floats: Tensor = matrix if isinstance(matrix, Tensor) else matrix.dequantize()
+        return linear(rows, floats.to(x.dtype), None if biases is None else biases[e])
+
+    for e in indices.unique().tolist():  # ascending
+        rows, places = (indices == e).nonzero(as_tuple=True)
+        gate = apply(w.experts_gate, w.experts_gate_bias, e, x[rows])
+        up = apply(w.experts_up, w.experts_up_bias, e, x[rows])
+        if c.limit is None or c.alpha is None:
+            inner = activated(config, gate) * up
+        else:
+            gate, up = gate.clamp(max=c.limit), up.clamp(-c.limit, c.limit)
+            inner = gate * torch.sigmoid(c.alpha * gate) * (up + 1)
+        output = apply(w.experts_down, w.experts_down_bias, e, inner)
+        out[rows] += output * weights[rows, places, None]
+    return out
+
 
 # Keys and values of each layer, [num_kv_heads, length, head_size]; of a layer with a mixer the
 # convolution's last inputs and what else its state is, behind these with attention beside it; of a
@@ -245,7 +454,7 @@ def causal_logits(
     cache : list, optional
         Of each layer the keys, turned, and the values, [num_kv_heads, length, head_size], all from
         position 0 on. Those of ``tokens`` are appended. Of layers with a mixer the state behind the
-        last token; see ``lmdecode.reference.mixers``. Layers with another layer's keys have these,
+        last token; see ``lmdecode.reference.causal``. Layers with another layer's keys have these,
         too. Begin with an empty list.
     dtype : torch.dtype
         In which everything is computed, angles too: float32 or float64.
