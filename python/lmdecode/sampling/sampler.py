@@ -22,6 +22,7 @@ from lmdecode._checks import (
 from lmdecode._ops import ops
 from lmdecode.sampling._results import (
     Outputs,
+    Results,
     checked_device,
     new_results,
     new_zeros,
@@ -34,8 +35,12 @@ from lmdecode.sampling.parameters import (
     SamplingParameters,
 )
 from lmdecode.sampling.sampler_rows import (
-    NUM_INTEGERS,
+    ACTIVE,
+    KEEPS_TEXT,
+    LENGTH,
+    OUTPUT_LENGTH,
     SAMPLER_DIALECTS,
+    SEED,
     RowRules,
     check_parameters,
     check_saved,
@@ -48,16 +53,13 @@ from lmdecode.sampling.sampler_rows import (
 )
 from lmdecode.sampling.types import SamplerOutput
 
-__all__ = ["Sampler"]
+__all__ = ["CompactSampler", "Results", "Sampler"]
 
 _OP = "Sampler"
 _step = ops.sampler_step_.default
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 # Flags of the op.
 _ACCEPT, _RAW, _COUNTS = 1, 2, 4
-# Fields of SamplerRow (csrc/sampling/sampler_state.h), as places among its 64-bit numbers.
-_ACTIVE, _LENGTH, _OUTPUT_LENGTH, _INTEGERS, _SEED = 3, 6, 7, 11, 12
-_KEEPS_TEXT = _INTEGERS + NUM_INTEGERS - 1
 _LEAST_TEXT = 256
 _MOST_LOGPROBS = 64
 
@@ -163,7 +165,7 @@ class Sampler:
         for row, rules in enumerate(rows):
             self._insert_into(state, row, rules, new_zeros(0, dtype=torch.int64))
         if "seed" not in self._defaults:  # nothing is wrong: torch's generator goes on
-            state.view(torch.int64)[:, _SEED] = draw_seeds(self.batch)
+            state.view(torch.int64)[:, SEED] = draw_seeds(self.batch)
         self._state = self._on_device(state)
         self._count_steps()
 
@@ -214,11 +216,11 @@ class Sampler:
     def remove(self, row: int) -> None:
         """End the sequence of a row: its index is -1 until another one begins."""
         row = self._check_row("remove", row)
-        self._fields()[row, _ACTIVE] = 0
+        self._fields()[row, ACTIVE] = 0
         self._count_steps()
 
     def _remove_all(self) -> None:
-        self._fields()[:, _ACTIVE] = 0
+        self._fields()[:, ACTIVE] = 0
         self._count_steps()
 
     def reorder_(self, rows: Sequence[int] | Tensor) -> None:
@@ -251,7 +253,7 @@ class Sampler:
         row = self._check_row("accept", row)
         ids = token_tensor("accept", "tokens", tokens)
         self._check_active("accept", row)
-        if self._fields()[row, _KEEPS_TEXT]:
+        if self._fields()[row, KEEPS_TEXT]:
             self._make_room(self._length(row) + len(ids), 0)
         with self._row_on_host(row) as (state, at):
             ops.sampler_accept_(state, *self._sizes, at, ids)
@@ -304,7 +306,7 @@ class Sampler:
         saved = saved.cpu().contiguous()
         ops.sampler_copy_(memory, *sizes, saved, *sizes, self.vocab)
         fields = memory.view(torch.int64)
-        check_saved(fields[fields[:, _ACTIVE] != 0], _INTEGERS)
+        check_saved(fields[fields[:, ACTIVE] != 0])
         self._text_capacity, self._rules_capacity = sizes
         self._state = self._on_device(memory)
         self._count_steps()
@@ -313,7 +315,7 @@ class Sampler:
     def output_lengths(self) -> Tensor:
         """[batch] int64: number of accepted tokens of each row, -1 without a sequence."""
         fields = self._fields()
-        return torch.where(fields[:, _ACTIVE] != 0, fields[:, _OUTPUT_LENGTH], -1)
+        return torch.where(fields[:, ACTIVE] != 0, fields[:, OUTPUT_LENGTH], -1)
 
     # ---- steps
 
@@ -369,16 +371,19 @@ class Sampler:
         num_draft: Tensor | None,
         draft_logits: Tensor | None,
         rejection: bool,
+        rows: slice | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The op of ``verify_draft``: tokens, path, num_accepted, status."""
-        drafts = draft.shape[1]
+        """Call the op of ``verify_draft``; return tokens, path, num_accepted and status."""
+        drafts, device = draft.shape[1], self.device
         self._room_for_steps(drafts + 1)  # as if all were accepted
-        results, device = new_results(self.batch, -1, False, self.device), self.device
-        tokens = new_zeros(self.batch, drafts + 1, dtype=torch.int64, device=device)
-        path = new_zeros(self.batch, drafts, dtype=torch.int64, device=device)
-        num_accepted = new_zeros(self.batch, dtype=torch.int64, device=device)
+        state = self._state if rows is None else self._state[rows]
+        batch = len(state)
+        results = new_results(batch, -1, False, device)
+        tokens = new_zeros(batch, drafts + 1, dtype=torch.int64, device=device)
+        path = new_zeros(batch, drafts, dtype=torch.int64, device=device)
+        num_accepted = new_zeros(batch, dtype=torch.int64, device=device)
         ops.sampler_verify_(
-            self._state, logits, bitmask, draft, parents, num_draft, draft_logits, results.memory,
+            state, logits, bitmask, draft, parents, num_draft, draft_logits, results.memory,
             tokens, path, num_accepted, *self._sizes, rejection,
         )  # fmt: skip
         self._steps += drafts + 1
@@ -415,18 +420,18 @@ class Sampler:
 
     def _length(self, row: int) -> int:
         fields = self._fields()[row]
-        return int(fields[_LENGTH] * fields[_ACTIVE] * fields[_KEEPS_TEXT])
+        return int(fields[LENGTH] * fields[ACTIVE] * fields[KEEPS_TEXT])
 
     def _longest(self) -> int:
         """Tokens of the longest text."""
         if self.batch == 0:
             return 0
         fields = self._fields()
-        return int((fields[:, _LENGTH] * fields[:, _ACTIVE] * fields[:, _KEEPS_TEXT]).max())
+        return int((fields[:, LENGTH] * fields[:, ACTIVE] * fields[:, KEEPS_TEXT]).max())
 
     def _count_steps(self) -> None:
         fields = self._fields()
-        keeps_text = self.batch > 0 and bool((fields[:, _ACTIVE] * fields[:, _KEEPS_TEXT]).any())
+        keeps_text = self.batch > 0 and bool((fields[:, ACTIVE] * fields[:, KEEPS_TEXT]).any())
         self._steps = 0
         self._most_steps = self._text_capacity - self._longest() if keeps_text else MAX_INT
 
@@ -454,7 +459,7 @@ class Sampler:
         with self._row_on_host(row) as (state, at):
             self._insert_into(state, at, rules, tokens)
             if draws_seed:
-                state.view(torch.int64)[at, _SEED] = draw_seeds(1)[0]
+                state.view(torch.int64)[at, SEED] = draw_seeds(1)[0]
         self._count_steps()
 
     def _insert_into(self, state: Tensor, row: int, rules: RowRules, prompt: Tensor) -> None:
@@ -470,7 +475,7 @@ class Sampler:
         return row_on_host(self._state, row, is_host=self.device.type == "cpu")
 
     def _check_active(self, method: str, row: int) -> None:
-        if self._fields()[row, _ACTIVE] == 0:
+        if self._fields()[row, ACTIVE] == 0:
             expected = "expected one that insert() began"
             raise ValueError(f"{_OP}.{method}: row {row} has no sequence; {expected}")
 
@@ -479,3 +484,82 @@ def _plain_logits(logits: Any) -> Tensor:
     if not isinstance(logits, Tensor):
         raise type_error(f"{_OP}.sample", "logits", logits, "a tensor")
     return logits.detach()
+
+
+class CompactSampler:
+    """A ``Sampler`` with its sequences in the first rows; a step computes only these."""
+
+    def __init__(self, rows: int, vocab: int, dialect: str) -> None:
+        self._sampler = Sampler(rows, vocab, dialect=dialect, temperature=0.0, seed=0)
+        self._sampler._remove_all()
+        self._results: tuple[tuple[int, int], Results] | None = None
+        self.count = 0
+
+    def begin(self, prompt: Tensor, rules: RowRules) -> None:
+        """Begin a sequence, [n] int64 tokens, in the row after the others."""
+        self._sampler._begin(self.count, rules, prompt)
+        self.count += 1
+
+    def end(self, row: int) -> None:
+        """End the sequence of a row; the last one moves there."""
+        sampler = self._sampler
+        last = self.count - 1
+        if row < last:
+            sampler._state[row] = sampler._state[last]
+        sampler.remove(last)
+        self.count = last
+
+    def step(
+        self, logits: Tensor, bitmask: Tensor | None, num_logprobs: int, first: int = 0
+    ) -> Results:
+        """Choose a token for each of the n sequences from row ``first`` on, and append it.
+
+        ``logits`` are [n, V] float32 with contiguous rows, ``bitmask`` is [n, ceil(V / 32)] int32
+        as of ``Sampler.sample``, ``num_logprobs`` is that of ``Sampler``, of the input logits, or
+        -1. The next step of as many rows overwrites the results.
+        """
+        sampler, count = self._sampler, len(logits)
+        key = count, num_logprobs
+        if self._results is None or self._results[0] != key:
+            self._results = key, new_results(count, num_logprobs, False, sampler.device)
+        results = self._results[1]
+        sampler._room_for_steps(1)
+        _step(
+            sampler._state[first : first + count], logits, bitmask, results.memory, None, None,
+            None, *sampler._sizes, num_logprobs, _ACCEPT | _RAW,
+        )  # fmt: skip
+        sampler._steps += 1
+        return results
+
+    def verify(
+        self, logits: Tensor, draft: Tensor, first: int = 0
+    ) -> tuple[list[list[int]], list[int]]:
+        """Choose tokens while they equal those of a draft, and one more, as ``verify_draft`` does.
+
+        ``logits`` are [n, D + 1, V] float32, contiguous, and ``draft`` is [n, D] int64, of the n
+        rows from ``first`` on. Returns the chosen tokens, which are appended to the sequences, and
+        the status of each row. A row with a status other than 0 gets no tokens.
+        """
+        rows = slice(first, first + len(draft))
+        tokens, _, accepted, states = self._sampler._verify(
+            logits, None, draft, None, None, None, False, rows
+        )
+        status, chosen = states.tolist(), []
+        for row, (line, right) in enumerate(zip(tokens.tolist(), accepted.tolist(), strict=True)):
+            if status[row]:
+                self.rewind(first + row, right + 1)
+            chosen.append([] if status[row] else line[: right + 1])
+        return chosen, status
+
+    def accept(self, row: int, tokens: Sequence[int]) -> None:
+        """Append tokens, below the vocabulary's size, to the sequence of a row."""
+        sampler = self._sampler
+        sampler._room_for_steps(len(tokens))
+        ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+        ops.sampler_accept_(sampler._state, *sampler._sizes, row, ids)
+        sampler._steps += len(tokens)
+
+    def rewind(self, row: int, n: int) -> None:
+        """Remove the last n chosen tokens of the sequence of a row."""
+        if n:
+            ops.sampler_rewind_(self._sampler._state, *self._sampler._sizes, row, n)

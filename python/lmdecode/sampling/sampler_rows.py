@@ -26,9 +26,13 @@ from lmdecode._checks import (
 )
 
 __all__ = [
-    "NUM_INTEGERS",
+    "ACTIVE",
+    "KEEPS_TEXT",
+    "LENGTH",
+    "OUTPUT_LENGTH",
     "SAMPLER_DIALECTS",
     "SAMPLER_PARAMETERS",
+    "SEED",
     "STAGES",
     "RowRules",
     "check_parameters",
@@ -62,8 +66,10 @@ _INTEGERS: dict[str, tuple[int, int, int]] = {
     "dry_allowed_length": (2, 0, MAX_INT),
     "min_tokens": (0, 0, MAX_INT),
 }
-NUM_INTEGERS = len(_INTEGERS) + 3
-"""Those of SamplerIntegers: with order and seed before them, and keeps_text behind them."""
+# Places among the 64-bit numbers of SamplerRow (csrc/sampling/sampler_state.h).
+ACTIVE, LENGTH, OUTPUT_LENGTH, _LEARNED, _FIRST_INTEGER = 3, 6, 7, 10, 11
+SEED = _FIRST_INTEGER + 1
+KEEPS_TEXT = _FIRST_INTEGER + 2 + len(_INTEGERS)
 
 _NUMBERS: dict[str, tuple[float, float, float]] = {
     "temperature": (1.0, 0.0, _INF),
@@ -286,23 +292,12 @@ def _check_steering(tau: float, target: float) -> None:
         )
 
 
-def check_saved(rows: Tensor, first: int) -> None:
-    """Raise ValueError for saved parameters that are invalid.
-
-    Parameters
-    ----------
-    rows
-        [n, 64-bit numbers] int64, the rows of a state that have a sequence.
-    first
-        Index of SamplerIntegers in them. SamplerNumbers follow, and the state of mirostat and
-        adaptive-p comes before.
-    """
-    begin = first + len(_INTEGERS) + 3  # order (the dialect), seed, keeps_text
+def check_saved(rows: Tensor) -> None:
+    """Raise ValueError for invalid parameters in saved rows, [n, 64-bit numbers] int64."""
+    places = [_LEARNED, *range(KEEPS_TEXT + 1, KEEPS_TEXT + 1 + len(_NUMBERS))]
     for row, fields in enumerate(rows):
-        integers = fields[first + 2 : begin - 1].tolist()
-        learned, *numbers = (
-            fields[[first - 1, *range(begin, begin + len(_NUMBERS))]].view(torch.float64).tolist()
-        )
+        integers = fields[SEED + 1 : KEEPS_TEXT].tolist()
+        learned, *numbers = fields[places].view(torch.float64).tolist()
         for name, value in zip((*_INTEGERS, *_NUMBERS), (*integers, *numbers), strict=True):
             if _check_scalar(name, value, f"{name} of sequence {row}") != value:
                 raise ValueError(

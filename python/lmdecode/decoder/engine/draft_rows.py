@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lmdecode.decoder.engine.drafts import DraftAsk
 from lmdecode.decoder.engine.places import common_length
-from lmdecode.sampling.compact import CompactSampler
+from lmdecode.sampling.sampler import CompactSampler
 from lmdecode.sampling.sampler_rows import RowRules
 
 __all__ = ["ChosenDrafts", "DraftRows", "DraftedText", "drafts_of"]

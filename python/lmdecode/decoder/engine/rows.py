@@ -13,7 +13,7 @@ from torch import Tensor
 from lmdecode.beam.engine.search import BeamSearch
 from lmdecode.decoder.engine.request import FinishReason, TokenLogprob
 from lmdecode.decoder.engine.sequences import DrawnSequence, SearchedSequence, WrittenSequence
-from lmdecode.sampling.compact import CompactSampler, Results
+from lmdecode.sampling.sampler import CompactSampler, Results
 
 __all__ = ["DrawnRows", "Ended", "FollowingCaches", "SearchedRows"]
 
