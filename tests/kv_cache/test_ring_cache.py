@@ -370,7 +370,7 @@ def test_no_window_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.extend((k, v))
         return decode(q, k, v, **options)
 
-    monkeypatch.setattr("lmdecode.attention.pieces.sliding_window_decode", watch)
+    monkeypatch.setattr("lmdecode.attention.ops.sliding_window_decode", watch)
     for capacity, most in ((8, 1), (11, 2)):
         cache = make(8, capacity)
         for number in range(40):

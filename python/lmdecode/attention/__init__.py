@@ -6,8 +6,7 @@ from lmdecode.attention.ops import (
     sliding_window_attention,
     sliding_window_decode,
 )
-from lmdecode.attention.ring_append import ring_cache_append_
-from lmdecode.attention.ring_cache import RingKVCache, RingSnapshot
+from lmdecode.attention.ring_cache import RingKVCache, RingSnapshot, ring_cache_append_
 
 __all__ = [
     "RingKVCache",

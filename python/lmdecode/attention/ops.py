@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from lmdecode._ops import ops
 from lmdecode.attention.masks import compressed_swa_mask, expand_compressed_swa_mask, swa_mask
 
 __all__ = [
+    "KeyPiece",
+    "attend_pieces",
+    "attention_op",
     "compressed_swa_mask",
     "expand_compressed_swa_mask",
     "merge_attention_states",
@@ -58,6 +61,8 @@ _sliding_window_decode = ops.sliding_window_decode.default
 _merge_attention_states = ops.merge_attention_states.default
 _CONVENTIONS = ("masked", "visible")
 _MASK_DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16)
+# Queries up to which sliding_window_decode is called: beyond, keys are worth packing.
+_DECODE_TOKENS = 8
 
 
 def _check_optional(op: str, **tensors: object) -> None:
@@ -462,3 +467,108 @@ def merge_attention_states(
     check_dense_tensors(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
     check_no_gradient(op, o1=o1, lse1=lse1, o2=o2, lse2=lse2)
     return _merge_attention_states(o1, lse1, o2, lse2)
+
+
+def attention_op(queries: int) -> Any:
+    """Return the attention op for this number of queries."""
+    return sliding_window_decode if queries <= _DECODE_TOKENS else sliding_window_attention
+
+
+class KeyPiece(NamedTuple):
+    """Keys and values that are contiguous in memory.
+
+    Attributes
+    ----------
+    keys, values
+        ``[batch, kv_heads, n, head_size]`` and ``[..., value_size]``.
+    ranges
+        Their positions as consecutive ranges (begin, end). Several ranges are only for a single
+        query that sees all of them.
+    is_pinned
+        Every query sees them from their own position on, however far away.
+    """
+
+    keys: Tensor
+    values: Tensor
+    ranges: tuple[tuple[int, int], ...]
+    is_pinned: bool = False
+
+    def columns_of(self, mask: Tensor) -> Tensor:
+        """Return the columns [batch, n] of a mask [batch, positions]."""
+        columns = [mask[:, begin:end] for begin, end in self.ranges]
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+
+
+def _visibility(
+    piece: KeyPiece,
+    window: int,
+    q_begin: int,
+    q_end: int,
+    has_distances: bool,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the op's arguments for the keys of a piece that queries [q_begin, q_end) see.
+
+    A piece must not begin before the window of the first query.
+    """
+    first, end = piece.ranges[0]
+    if not has_distances:
+        if q_end - q_begin == 1 or (piece.is_pinned and q_begin >= end - 1):
+            return dict(window=None, window_right=None)
+    size = None if piece.is_pinned else window
+    if len(piece.ranges) == 1 and end == q_end:
+        return dict(window=size)
+    return dict(window=size, q_positions=torch.arange(q_begin, q_end, device=device) - first)
+
+
+def attend_pieces(
+    q: Tensor,
+    pieces: list[KeyPiece],
+    window: int,
+    q_begin: int,
+    *,
+    sinks: Tensor | None,
+    key_padding_mask: Tensor | None,
+    return_lse: bool,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to each piece, and merge the results into attention over all of them.
+
+    Parameters
+    ----------
+    q
+        ``[batch, q_heads, tokens, head_size]``, at positions ``q_begin`` on.
+    pieces
+        At least one.
+    sinks
+        Scores ``[q_heads]``, added to the first piece only.
+    key_padding_mask
+        ``[batch, positions]`` or None.
+    options
+        scale, softcap, alibi_slopes.
+    """
+    queries = q.shape[2]
+    attention = attention_op(queries)
+    has_distances = options.get("alibi_slopes") is not None
+    out = lse = None
+    for number, piece in enumerate(pieces):
+        result = attention(
+            q,
+            piece.keys,
+            piece.values,
+            sinks=sinks if number == 0 else None,
+            key_padding_mask=None
+            if key_padding_mask is None
+            else piece.columns_of(key_padding_mask),
+            return_lse=return_lse or len(pieces) > 1,
+            **_visibility(piece, window, q_begin, q_begin + queries, has_distances, q.device),
+            **options,
+        )
+        if len(pieces) == 1:
+            return result
+        if out is None or lse is None:
+            out, lse = result
+        else:
+            out, lse = merge_attention_states(out, lse, *result)
+    assert out is not None and lse is not None
+    return (out, lse) if return_lse else out

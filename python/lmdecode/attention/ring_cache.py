@@ -1,4 +1,4 @@
-"""A KV cache that holds the last window of tokens in a ring: one slot written a token."""
+"""``RingKVCache``: the last window of keys and values, in a ring: one slot written a token."""
 
 from __future__ import annotations
 
@@ -7,16 +7,72 @@ from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_int, dtype_name, type_error
-from lmdecode.attention.pieces import Piece, attend_pieces
-from lmdecode.attention.ring_append import ring_cache_append_
+from lmdecode._checks import check_dense_tensors, check_int, check_layout, dtype_name, type_error
+from lmdecode._ops import ops
+from lmdecode.attention.ops import KeyPiece, attend_pieces
 from lmdecode.kv_cache.reorder import reorder_cache_
 
-__all__ = ["RingKVCache", "RingSnapshot"]
+__all__ = ["RingKVCache", "RingSnapshot", "ring_cache_append_"]
 
+_append = ops.ring_cache_append_.default
 # Default number of spare slots of a ring: the maximum number of tokens that can be rolled back, or
 # of a chunk that is written before attention reads it.
 _SPARE = 63
+
+
+def _contiguous_vectors(states: Tensor) -> Tensor:
+    return states if states.dim() == 0 or states.stride(-1) == 1 else states.contiguous()
+
+
+def ring_cache_append_(
+    keys: Tensor,
+    values: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: int | Tensor,
+    *,
+    num_sink_tokens: int = 0,
+) -> None:
+    """Write new keys and values to their slots of a ring, in place.
+
+    The first ``num_sink_tokens`` positions have slots of their own, in front; every other position
+    p goes to slot ``num_sink_tokens + (p - num_sink_tokens) % capacity``, where capacity is the
+    number of other slots. Each token is written once; of a chunk longer than the ring, only the
+    last tokens are. So the content of a ring depends on the number of tokens, not on the chunks.
+
+    Parameters
+    ----------
+    keys, values : Tensor
+        ``[batch, kv_heads, slots, head_size]`` and ``[..., value_size]`` of one dtype, any dtype,
+        elements apart, and side by side in the last dimension.
+    k, v : Tensor
+        ``[batch, kv_heads, tokens, head_size]`` and ``[..., value_size]``, any strides.
+    position : int or Tensor
+        The position of the first of these tokens, 0 to 2^40: of all rows, or ``[batch]`` int64 or
+        int32. On CUDA values are not checked: a row with a position out of range is unchanged.
+    num_sink_tokens : int
+        Fewer than there are slots.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected; nothing has been written.
+    """
+    op = "ring_cache_append_"
+    for name, value in (("keys", keys), ("values", values), ("k", k), ("v", v)):
+        check_dense_tensors(op, **{name: value})
+    rows = None
+    if isinstance(position, Tensor):
+        check_layout(op, "position", position)
+        position, rows = 0, position
+    else:
+        position = check_int(
+            op, "position", position, kind="an int or a tensor", limits="0 to 2^40"
+        )
+    _append(
+        keys, values, _contiguous_vectors(k), _contiguous_vectors(v), position, rows,
+        num_sink_tokens,
+    )  # fmt: skip
 
 
 class RingOptions(TypedDict, total=False):
@@ -306,7 +362,7 @@ class RingKVCache:
         """A copy of the values in order, see ``ordered``."""
         return self.ordered()[1]
 
-    def _pieces(self, first: int) -> list[Piece]:
+    def _pieces(self, first: int) -> list[KeyPiece]:
         """Views of the sinks, where there are, and of the tokens from ``first`` on: up to 3."""
         total, sinks = self.num_tokens, min(self.num_tokens, self.num_sink_tokens)
         pieces = [self._piece(0, 0, sinks, is_pinned=True)] if sinks else []
@@ -317,12 +373,12 @@ class RingKVCache:
             first = end
         return pieces
 
-    def _piece(self, slot: int, begin: int, end: int, *, is_pinned: bool = False) -> Piece:
+    def _piece(self, slot: int, begin: int, end: int, *, is_pinned: bool = False) -> KeyPiece:
         behind = slot + end - begin
         keys, values = self._keys[:, :, slot:behind], self._values[:, :, slot:behind]
-        return Piece(keys, values, ((begin, end),), is_pinned)
+        return KeyPiece(keys, values, ((begin, end),), is_pinned)
 
-    def _all_in_one_piece(self, first: int) -> Piece | None:
+    def _all_in_one_piece(self, first: int) -> KeyPiece | None:
         """The sinks and the tokens from ``first`` on, if they are all that the slots hold.
 
         They are in the order of the slots, which has no effect for one query.
@@ -334,7 +390,7 @@ class RingKVCache:
             return None
         wrap = total - (total - sinks) % self.capacity  # is in the first slot behind the sinks
         ranges = ((0, sinks), (wrap, total), (first, wrap))
-        return Piece(self._keys, self._values, ranges)
+        return KeyPiece(self._keys, self._values, ranges)
 
     def fits(self, num_tokens: int) -> bool:
         """Return whether the next ``num_tokens`` can be written before attention reads them."""
@@ -444,11 +500,11 @@ class RingKVCache:
             self.append(*chunk)
         return out
 
-    def _pieces_of_chunk(self, k: Tensor, v: Tensor) -> list[Piece]:
+    def _pieces_of_chunk(self, k: Tensor, v: Tensor) -> list[KeyPiece]:
         begin, end = self.num_tokens, self.num_tokens + k.shape[2]
         middle = min(max(self.num_sink_tokens, begin), end)
         return [
-            Piece(k[:, :, lo - begin : hi - begin], v[:, :, lo - begin : hi - begin], ((lo, hi),),
+            KeyPiece(k[:, :, lo - begin : hi - begin], v[:, :, lo - begin : hi - begin], ((lo, hi),),
                   is_pinned)
             for lo, hi, is_pinned in ((begin, middle, True), (middle, end, False))
             if lo < hi

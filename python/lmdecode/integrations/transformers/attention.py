@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from lmdecode.attention.ops import sliding_window_attention
-from lmdecode.attention.pieces import attention_op
+from lmdecode.attention.ops import attention_op, sliding_window_attention
 from lmdecode.integrations.transformers.caches.ring_states import RingStates
 
 __all__ = ["attention_forward", "padding_mask", "register"]
