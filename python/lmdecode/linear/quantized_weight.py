@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lmdecode._checks import type_error
 from lmdecode._ops import ops
-from lmdecode.linear.quantized_kinds import KINDS, Kind
+from lmdecode.linear.block_types import KINDS
 
 __all__ = [
-    "KINDS", "JoinedWeight", "Kind", "LinearWeight", "QuantizedWeight", "index_rows",
+    "KINDS", "JoinedWeight", "LinearWeight", "QuantizedWeight", "index_rows",
     "join_columns", "join_rows",
 ]  # fmt: skip
 

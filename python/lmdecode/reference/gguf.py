@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lmdecode.linear.quantized_kinds import KINDS
+from lmdecode.linear.block_types import KINDS
 
 __all__ = ["dequantize_blocks"]
 
