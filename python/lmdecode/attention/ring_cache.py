@@ -504,8 +504,10 @@ class RingKVCache:
         begin, end = self.num_tokens, self.num_tokens + k.shape[2]
         middle = min(max(self.num_sink_tokens, begin), end)
         return [
-            KeyPiece(k[:, :, lo - begin : hi - begin], v[:, :, lo - begin : hi - begin], ((lo, hi),),
-                  is_pinned)
+            KeyPiece(
+                k[:, :, lo - begin : hi - begin], v[:, :, lo - begin : hi - begin], ((lo, hi),),
+                is_pinned,
+            )
             for lo, hi, is_pinned in ((begin, middle, True), (middle, end, False))
             if lo < hi
         ]  # fmt: skip
