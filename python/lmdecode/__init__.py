@@ -111,10 +111,6 @@ __version__ = "0.1.0"
 # The class is above its area, as it takes what transformers has; it is named there, too.
 decoder.Decoding = Decoding
 
-# Former names.
-StepOutput = BeamSearchOutput
-RowTokens = BeamSequences
-
 __all__ = [
     "DIALECTS",
     "BeamCandidates",

@@ -1,4 +1,4 @@
-"""Arguments of the public functions: checks of numbers, flags and tensors; former names; errors.
+"""Arguments of the public functions: checks of numbers, flags and tensors; errors.
 
 Each check names the function, the argument, what came and what was expected.
 """
@@ -12,7 +12,7 @@ import numbers
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ __all__ = [
     "check_no_gradient",
     "check_number",
     "dtype_name",
-    "former_names",
     "install_hint",
     "is_int",
     "is_list",
@@ -40,7 +39,6 @@ __all__ = [
     "unknown_parameter",
 ]
 
-_T = TypeVar("_T", bound=Callable[..., Any])
 
 #: The largest int64, which an op takes.
 MAX_INT = (1 << 63) - 1
@@ -256,46 +254,6 @@ def check_no_gradient(op: str, **tensors: object) -> None:
                 f"{op}: {name} requires a gradient, and there is none; call it under "
                 "torch.no_grad()"
             )
-
-
-def former_names(op: str, **names: str) -> Callable[[_T], _T]:
-    """Return a decorator of a function or class that accepts arguments by their former names too.
-
-    The signature and the documentation have the present names alone.
-
-    Parameters
-    ----------
-    op
-        Name of the function, for the error.
-    names
-        Former name of a keyword argument to its present name.
-
-    Raises
-    ------
-    TypeError
-        By the decorated function, where an argument is given by both of its names.
-    """
-
-    def decorate(decorated: _T) -> _T:
-        if isinstance(decorated, type):
-            decorated.__init__ = decorate(decorated.__init__)  # type: ignore[misc]
-            return decorated
-
-        @functools.wraps(decorated)
-        def with_present_names(*args: Any, **kwargs: Any) -> Any:
-            for former, name in names.items():
-                if former in kwargs:
-                    if name in kwargs:
-                        raise TypeError(
-                            f"{op}: {name} and {former}, its former name, are both given; "
-                            f"expected {name} alone"
-                        )
-                    kwargs[name] = kwargs.pop(former)
-            return decorated(*args, **kwargs)
-
-        return with_present_names  # type: ignore[return-value]
-
-    return decorate
 
 
 # How an op begins what it says of an argument that it refuses, and of what it cannot do.

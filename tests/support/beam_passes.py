@@ -196,7 +196,7 @@ class _Pass:
 
 
 def _passes(plan: BeamPlan) -> list[range]:
-    kinds = [(e.group, e.search.request.rules, id(e.search.request.trie)) for e in plan.entries]
+    kinds = [(e.group, e.search.request.dialect, id(e.search.request.trie)) for e in plan.entries]
     starts = [0]
     for _, same in itertools.groupby(kinds):
         starts.append(starts[-1] + len(list(same)))

@@ -30,10 +30,6 @@ from lmdecode.beam.state import (
 from lmdecode.beam.trie import Trie
 from lmdecode.beam.types import BeamCandidates
 
-# Former names.
-StepOutput = BeamSearchOutput
-RowTokens = BeamSequences
-
 __all__ = [
     "BeamCandidates",
     "BeamFinal",

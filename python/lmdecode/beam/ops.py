@@ -17,7 +17,6 @@ from lmdecode._checks import (
     check_layout,
     check_number,
     dtype_name,
-    former_names,
     type_error,
 )
 from lmdecode._ops import ops
@@ -315,7 +314,6 @@ def log_softmax_top_k(
     return BeamCandidates(*_log_softmax_top_k_trie(*call, *trie.tensors, nodes))
 
 
-@former_names("beam_step", rules="dialect")
 def beam_step(
     state: BeamState,
     parameters: BeamParameters,
@@ -415,7 +413,6 @@ def beam_step(
     return BeamStep(*step)
 
 
-@former_names("beam_finalize", rules="dialect")
 def beam_finalize(
     state: BeamState,
     parameters: BeamParameters,

@@ -24,7 +24,7 @@ class SearchOfStep(NamedTuple):
     slot, rule_row
         Of the state, and of the token rules.
     rules
-        By number: ``RULES``.
+        The dialect, as its place in ``SEARCH_DIALECTS``.
     group
         Of its request. It goes by what the groups before it have chosen.
     num_beams

@@ -15,7 +15,6 @@ from lmdecode.beam.types import NO_WORST_SCORE
 __all__ = [
     "DECISIONS",
     "EARLY_STOPPING",
-    "RULES",
     "SEARCH_DIALECTS",
     "BeamFinal",
     "BeamParameters",
@@ -26,11 +25,9 @@ __all__ = [
 ]
 
 SearchDialect = Literal["generate", "scorer", "fairseq"]
-Rules = SearchDialect  # its former name
 EarlyStopping = bool | Literal["never"]
 
 SEARCH_DIALECTS: dict[str, int] = {"generate": 0, "scorer": 1, "fairseq": 2}
-RULES = SEARCH_DIALECTS  # its former name
 EARLY_STOPPING: dict[EarlyStopping, int] = {False: 0, True: 1, "never": 2}
 # The low three bits of BeamStep.decisions; the rest is the index that comes with it.
 DECISIONS = ("unused", "continued", "closed", "end_token_too_low", "not_better", "stopped")

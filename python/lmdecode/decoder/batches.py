@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from lmdecode._checks import former_names
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.decoder.batch import DecodingBatch
 from lmdecode.decoder.causal_batch import CausalBatch
@@ -133,7 +132,6 @@ class Batches:
         """Return an entry of the model's generation config, None where there is none."""
         return getattr(getattr(self.model, "generation_config", None), name, None)
 
-    @former_names("Decoding.engine", order="dialect")
     def engine(
         self,
         *,

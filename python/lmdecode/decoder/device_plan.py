@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmdecode._ops import ops
 from lmdecode.beam.search_arguments import SearchOfStep, rules_of_step, searches_of_step
-from lmdecode.beam.state import RULES, BeamParameters, BeamState, Rules
+from lmdecode.beam.state import SEARCH_DIALECTS, BeamParameters, BeamState, SearchDialect
 from lmdecode.decoder.device_decoder import DeviceDecoder
 from lmdecode.decoder.device_forward import DeviceForward
 
@@ -40,7 +40,7 @@ class PlanSizes(NamedTuple):
     source: int
     num_groups: int
     num_candidates: int
-    rules: Rules
+    rules: SearchDialect
     greedy: bool
 
 
@@ -155,7 +155,14 @@ def _searches(sizes: PlanSizes) -> list[SearchOfStep]:
     slots, beams, _ = sizes.sequences
     return [
         SearchOfStep(
-            slot, slot, RULES[sizes.rules], group, beams, slot * beams, beams, slot * beams
+            slot,
+            slot,
+            SEARCH_DIALECTS[sizes.rules],
+            group,
+            beams,
+            slot * beams,
+            beams,
+            slot * beams,
         )
         for group in range(sizes.num_groups)
         for slot in range(group, slots, sizes.num_groups)

@@ -7,11 +7,8 @@ from lmdecode.sampling.sampler import Sampler
 from lmdecode.sampling.sampler_rows import SAMPLER_DIALECTS, STAGES
 from lmdecode.sampling.types import DIALECTS, KeptSet, SampleOutput, SamplerOutput, VerifyOutput
 
-ORDERS = SAMPLER_DIALECTS  # its former name
-
 __all__ = [
     "DIALECTS",
-    "ORDERS",
     "SAMPLER_DIALECTS",
     "STAGES",
     "KeptSet",

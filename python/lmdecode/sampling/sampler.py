@@ -16,7 +16,6 @@ from lmdecode._checks import (
     check_count,
     check_dense_tensors,
     check_int,
-    former_names,
     type_error,
 )
 from lmdecode._ops import ops
@@ -64,7 +63,6 @@ _LEAST_TEXT = 256
 _MOST_LOGPROBS = 64
 
 
-@former_names(_OP, order="dialect")
 class Sampler:
     """Samples a token from each row of logits, in one op per step.
 
@@ -175,11 +173,6 @@ class Sampler:
         own = [f"{self.batch}, {self.vocab}, dialect={self.dialect!r}", *place]
         return f"Sampler({', '.join([*own, *given])})"
 
-    @property
-    def order(self) -> str:
-        """Former name of ``dialect``."""
-        return self.dialect
-
     # ---- sequences
 
     def insert(
@@ -287,9 +280,8 @@ class Sampler:
         for name in ("batch", "vocab", "order", "text_capacity", "rules_capacity", "state"):
             if name not in state:
                 raise ValueError(f"{op}: state has no {name!r}")
-        for name in ("batch", "vocab", "order"):
-            if isinstance(state[name], Tensor) or state[name] != getattr(self, name):
-                own = getattr(self, name)
+        for name, own in (("batch", self.batch), ("vocab", self.vocab), ("order", self.dialect)):
+            if isinstance(state[name], Tensor) or state[name] != own:
                 raise ValueError(f"{op}: state has {name} {state[name]}; expected {own}")
         sizes = (
             check_count(op, "state['text_capacity']", state["text_capacity"], 0),

@@ -18,7 +18,6 @@ from lmdecode._checks import (
     check_count,
     check_number,
     dtype_name,
-    former_names,
     type_error,
 )
 from lmdecode.beam.state import EARLY_STOPPING, SEARCH_DIALECTS, EarlyStopping, SearchDialect
@@ -83,7 +82,6 @@ def _tokens(name: str, value: object) -> tuple[int, ...]:
     return tuple(_integer(name, token, 0) for token in value)
 
 
-@former_names("BeamRequest", rules="dialect")
 @dataclass(frozen=True, eq=False)
 class BeamRequest:
     """One beam search: a prompt and how to continue it.
@@ -267,11 +265,6 @@ class BeamRequest:
                 self.early_stopping,
                 'False with dialect="fairseq", which stops when enough sequences are finished',
             )
-
-    @property
-    def rules(self) -> SearchDialect:
-        """Former name of ``dialect``."""
-        return self.dialect
 
     @property
     def group_size(self) -> int:

@@ -69,11 +69,6 @@ class BeamSequences(NamedTuple):
     lengths: Tensor
 
 
-# Former names.
-StepOutput = BeamSearchOutput
-RowTokens = BeamSequences
-
-
 class _Finished(NamedTuple):
     search: RunningSearch
     final: BeamFinal

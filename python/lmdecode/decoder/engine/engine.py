@@ -10,7 +10,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from lmdecode._checks import former_names
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_weights import PackedCausalModel
@@ -35,7 +34,6 @@ __all__ = ["Engine"]
 _OP = "Engine"
 
 
-@former_names(_OP, order="dialect")
 class Engine:
     """Continuous batching of a model, from prompts or inputs to texts.
 
@@ -147,7 +145,6 @@ class Engine:
 
     # ---- requests
 
-    @former_names("Engine.submit", rules="dialect")
     def submit(
         self,
         prompt_ids: Sequence[int] | Tensor | None = None,
