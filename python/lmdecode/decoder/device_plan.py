@@ -163,7 +163,7 @@ def _searches(sizes: PlanSizes) -> list[SearchOfStep]:
             slot * beams,
             beams,
             slot * beams,
-        )
+        )  # fmt: skip
         for group in range(sizes.num_groups)
         for slot in range(group, slots, sizes.num_groups)
     ]

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from lmdecode.beam.engine import step
+from lmdecode.beam.engine import step as step_module
 from lmdecode.beam.state import BeamParameters, BeamState
 from lmdecode.integrations.transformers import compare_with_transformers
 
@@ -60,7 +60,9 @@ def replace_op(monkeypatch: pytest.MonkeyPatch):
         def beam_search_step_(*args):
             return step(op, **dict(zip(names, args, strict=True)))
 
-        monkeypatch.setattr(step, "ops", SimpleNamespace(beam_search_step_=beam_search_step_))
+        monkeypatch.setattr(
+            step_module, "ops", SimpleNamespace(beam_search_step_=beam_search_step_)
+        )
 
     return replace
 
