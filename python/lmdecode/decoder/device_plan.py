@@ -153,17 +153,9 @@ class Plan:
 def _searches(sizes: PlanSizes) -> list[SearchOfStep]:
     """Return the searches of all slots, group after group; a row is a beam of a slot."""
     slots, beams, _ = sizes.sequences
+    dialect = SEARCH_DIALECTS[sizes.rules]
     return [
-        SearchOfStep(
-            slot,
-            slot,
-            SEARCH_DIALECTS[sizes.rules],
-            group,
-            beams,
-            slot * beams,
-            beams,
-            slot * beams,
-        )  # fmt: skip
+        SearchOfStep(slot, slot, dialect, group, beams, slot * beams, beams, slot * beams)
         for group in range(sizes.num_groups)
         for slot in range(group, slots, sizes.num_groups)
     ]
