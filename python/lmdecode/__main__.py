@@ -17,18 +17,10 @@ _ELSEWHERE = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; without one, print what is installed.
+    """Run a command by its arguments; without one, print what is installed.
 
-    Parameters
-    ----------
-    arguments
-        Of the command line; None: those of the process.
-
-    Returns
-    -------
-    int
-        The exit status: 0, 1 where the command failed, 2 where the arguments are wrong, 130 where
-        it was interrupted.
+    The arguments are the process's by default. Returns the exit status: 0, 1 if the command failed,
+    2 if the arguments are wrong, 130 if it was interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else "info"

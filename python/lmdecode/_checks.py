@@ -186,20 +186,10 @@ _SPELLINGS = {
 def check_format(
     op: str, dtype: object, formats: Collection[str], where: str = "", *, name: str = "dtype"
 ) -> str:
-    """Return the name of a weight format; raise TypeError or ValueError otherwise.
+    """Return the name of a weight format given by name or ``torch.dtype``, such as "bf16".
 
-    Parameters
-    ----------
-    op
-        Name of the function, for the error.
-    dtype
-        A name, such as "bfloat16", "bf16" or "torch.bfloat16", or a ``torch.dtype``.
-    formats
-        The supported names.
-    where
-        Text that follows the supported names in the error.
-    name
-        Name of the argument.
+    Raises TypeError or ValueError for anything but the names in ``formats``; ``where`` follows
+    these in the error.
     """
     if not isinstance(dtype, (str, torch.dtype)):
         raise type_error(op, name, dtype, "a str or a torch.dtype")

@@ -38,13 +38,7 @@ def weights_hash(packed: PackedCausalModel) -> str:
 
 
 def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
-    """See ``Decoding.fingerprint``.
-
-    Raises
-    ------
-    ValueError
-        The model is not decoder-only.
-    """
+    """See ``Decoding.fingerprint``; raises ValueError for a model that is not decoder-only."""
     from lmdecode.store import Fingerprint
     from lmdecode.store.fingerprint import hash_vocabulary
 

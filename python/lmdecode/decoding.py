@@ -30,17 +30,8 @@ _ERRORS_OF_CONFIGS = (AttributeError, KeyError, OSError, RuntimeError, TypeError
 class _SavedConfigs:
     """The configs of a saved decoder-only model; transformers' stand-in is made where it is needed.
 
-    Parameters
-    ----------
-    folder : path
-        They are read now: another model may be saved there later.
-    manifest : dict
-        Of the folder.
-
-    Raises
-    ------
-    ValueError
-        A file is no JSON, or has no dict.
+    Files of the folder are read now, as another model may be saved there later. Raises ValueError
+    for one that is not JSON, or has no dict.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:

@@ -23,19 +23,11 @@ _MOST_ROWS = 512  # tokens of a step
 
 
 class Perplexity(NamedTuple):
-    """Perplexity of a model on a text.
+    """Perplexity of a model on a text: e to the mean loss of the scored tokens.
 
-    Attributes
-    ----------
-    perplexity : float
-        e to the mean loss of the scored tokens.
-    standard_error : float
-        Of ``perplexity``, were the scored tokens independent.
-    scored, read : int
-        Tokens that were scored, and that were read.
-    tokens_per_second : float
-        Of reading, the logits of the scored tokens counted, and without the first of several
-        windows.
+    ``standard_error`` is that of ``perplexity`` if the scored tokens were independent. ``scored``
+    and ``read`` count tokens. ``tokens_per_second`` is the speed of reading, with the logits of the
+    scored tokens, and without the first of several windows.
     """
 
     perplexity: float
@@ -105,28 +97,11 @@ def _logits(
 def token_logprobs(
     decoding: PackedDecoding, ids: Tensor | Sequence[int], num_top: int = 0
 ) -> list[TokenLogprob]:
-    """Return the log-probability of each token of a text, behind those before it.
+    """Return the log-probability of each token of a text [n], n >= 1, after the tokens before it.
 
-    Parameters
-    ----------
-    decoding : Decoding
-        Of a decoder-only model.
-    ids : Tensor or sequence of int
-        [n] token ids, at least one.
-    num_top : int
-        Number of most probable tokens that are returned at each place.
-
-    Returns
-    -------
-    list of TokenLogprob
-        n items. The first token has nothing before it: NaN, without other tokens.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names the argument, what came and what was expected.
-    RuntimeError
-        The logits have NaN.
+    Each of the n items has the ``num_top`` most probable tokens at its place. The first has nothing
+    before it: NaN, without other tokens. The model must be decoder-only. Raises RuntimeError if the
+    logits have NaN.
     """
     op = "token_logprobs"
     model = _causal(op, decoding)
@@ -164,35 +139,14 @@ def perplexity(
     bos: int | None = None,
     on_tokens: Callable[[int], object] | None = None,
 ) -> Perplexity:
-    """Return the perplexity of a text, as ``llama-perplexity`` has it.
+    """Return the perplexity of a text, integers [n], as ``llama-perplexity`` computes it.
 
-    The text is cut into windows, each of which is read by itself; what is left at its end is not
-    read. Of a window the tokens of the second half are scored, which have at least half a window
-    before them: those from position ``window // 2 + 1`` on.
-
-    Parameters
-    ----------
-    decoding : Decoding
-        Of a decoder-only model.
-    ids : Tensor
-        [n] integers, a window at least: the text's tokens, with the token that the tokenizer puts
-        in front, if it does.
-    window : int
-        Tokens, at least 4.
-    bos : int, optional
-        What each window's first token is replaced by: the token that the tokenizer puts in front
-        of a text. None: nothing.
-    on_tokens : callable, optional
-        Called with the number of tokens of each window that has been read.
-
-    Returns
-    -------
-    Perplexity
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names the argument, what came and what was expected.
+    The text is cut into windows of ``window`` tokens, at least 4, that are read independently; a
+    shorter rest is not read. The tokens from position ``window // 2 + 1`` of a window on are
+    scored. ``ids`` begin with the token that the tokenizer puts in front of a text, if it does;
+    ``bos`` is that token, which replaces the first token of each window (None: nothing is
+    replaced). ``on_tokens`` is called with the number of tokens of each window after it was read.
+    The model must be decoder-only.
     """
     op = "perplexity"
     model = _causal(op, decoding)
@@ -226,15 +180,10 @@ def perplexity(
 
 
 def bits_per_weight(decoding: PackedDecoding) -> float:
-    """Return the bits that a weight of a linear layer takes, packed: scales and padding counted.
+    """Return the bits per weight of a decoder-only model's packed linear layers.
 
-    The head is among the layers, and an embedding that is packed as it; other embeddings and norms
-    are not.
-
-    Parameters
-    ----------
-    decoding : Decoding
-        Of a decoder-only model.
+    Scales and padding count. The head is among the layers, and an embedding that is packed as it;
+    other embeddings and norms are not.
     """
     model = _causal("bits_per_weight", decoding)
     return 8 * sum(size for _, size in model.packed_parts(model.memory)) / model.packed_numel

@@ -475,17 +475,11 @@ def attention_op(queries: int) -> Any:
 
 
 class KeyPiece(NamedTuple):
-    """Keys and values that are contiguous in memory.
+    """Keys [batch, kv_heads, n, head_size] and values [..., value_size], contiguous in memory.
 
-    Attributes
-    ----------
-    keys, values
-        ``[batch, kv_heads, n, head_size]`` and ``[..., value_size]``.
-    ranges
-        Their positions as consecutive ranges (begin, end). Several ranges are only for a single
-        query that sees all of them.
-    is_pinned
-        Every query sees them from their own position on, however far away.
+    ``ranges`` are their positions as consecutive ranges (begin, end); only a single query that sees
+    all keys may have several. Every query sees pinned keys up to its own position, however far
+    away.
     """
 
     keys: Tensor
@@ -532,20 +526,11 @@ def attend_pieces(
     return_lse: bool,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend to each piece, and merge the results into attention over all of them.
+    """Attend to each of the pieces, at least one, and merge the results.
 
-    Parameters
-    ----------
-    q
-        ``[batch, q_heads, tokens, head_size]``, at positions ``q_begin`` on.
-    pieces
-        At least one.
-    sinks
-        Scores ``[q_heads]``, added to the first piece only.
-    key_padding_mask
-        ``[batch, positions]`` or None.
-    options
-        scale, softcap, alibi_slopes.
+    ``q`` is [batch, q_heads, tokens, head_size], at positions ``q_begin`` on. ``sinks``, scores
+    [q_heads], are added to the first piece only. ``key_padding_mask`` is [batch, positions].
+    ``options`` are scale, softcap and alibi_slopes.
     """
     queries = q.shape[2]
     attention = attention_op(queries)

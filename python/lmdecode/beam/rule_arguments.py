@@ -13,29 +13,11 @@ __all__ = ["RuleArguments"]
 
 
 class RuleArguments:
-    """The arguments that rules are in each step.
+    """Token rules on the CPU as arguments of each step, on ``device`` if one is given.
 
-    Which rules are on is found out here, once, so that steps look at nothing on the device and do
-    the same each time.
-
-    Parameters
-    ----------
-    rules : TokenRules
-        On the CPU.
-    device
-        Where steps run; by default every tensor stays where it is.
-
-    Raises
-    ------
-    ValueError
-        Timestamps are on, which are the decoder's in C++.
-
-    Attributes
-    ----------
-    looks_back : bool
-        Whether a step needs the sequences.
-    needs_lengths : bool
-        Whether it needs their lengths.
+    Which rules are on is found once, so that steps read nothing from the device and all do the
+    same. A step needs the sequences if ``looks_back``, and their lengths if ``needs_lengths``.
+    Raises ValueError where timestamps are on: only the decoder in C++ has them.
     """
 
     def __init__(self, rules: TokenRules, device: torch.device | None = None) -> None:
@@ -70,12 +52,9 @@ class RuleArguments:
     ) -> dict[str, Any]:
         """Return the arguments of a step, one row a slot for each.
 
-        Parameters
-        ----------
-        lengths, sequences : Tensor
-            [slots] and [rows, capacity] int64; None where the attributes say so.
-        diversity_tokens : Tensor, optional
-            [slots, n] int64: what earlier groups chose in this step.
+        ``lengths`` [slots] and ``sequences`` [rows, capacity] int64 may be None where the
+        attributes allow it. ``diversity_tokens`` [slots, n] int64 are the choices of earlier groups
+        in this step.
         """
         arguments = dict(self._constant)
         if self.looks_back:
@@ -104,16 +83,9 @@ class RuleArguments:
     ) -> dict[str, Any]:
         """Return the arguments of a step in which the rules of the one slot hold for all rows.
 
-        The host knows the length, so what does nothing in this step is left out.
-
-        Parameters
-        ----------
-        length
-            Of the sequences that the rules go by.
-        sequences : Tensor
-            [rows, n] int64, on any device: all of it is looked back at.
-        diversity_tokens : Tensor, optional
-            [requests, n] int64.
+        The host knows the length, so rules without effect in this step are left out. ``sequences``
+        are [rows, n] int64 on any device, all of it text, and ``diversity_tokens`` [requests, n]
+        int64.
         """
         found = self.of_step(torch.tensor([length], device="cpu"), sequences, diversity_tokens)
         found.pop("lengths", None)

@@ -17,22 +17,11 @@ __all__ = ["SearchOfStep", "rules_of_step", "searches_of_step"]
 
 
 class SearchOfStep(NamedTuple):
-    """One search of a step: a request, or a group of one.
+    """One search of a step: a request, or a group of one, which follows the groups before it.
 
-    Attributes
-    ----------
-    slot, rule_row
-        Of the state, and of the token rules.
-    rules
-        The dialect, as its place in ``SEARCH_DIALECTS``.
-    group
-        Of its request. It goes by what the groups before it have chosen.
-    num_beams
-        Of the search.
-    first_row, num_rows
-        Of the logits: one row where its beams are alike.
-    next_row
-        The first of its next beams, right behind those of the groups before it.
+    ``rules`` is the dialect, as its place in ``SEARCH_DIALECTS``. The search reads ``num_rows``
+    rows of the logits from ``first_row`` on: one where its beams are alike. Its next beams begin at
+    ``next_row``, right after those of the groups before it.
     """
 
     slot: int
@@ -66,23 +55,11 @@ def searches_of_step(searches: Sequence[SearchOfStep]) -> tuple[list[list[int]],
 def rules_of_step(
     rules: TokenRules, device: torch.device | str, tries: Sequence[Trie | None] = ()
 ) -> list[Tensor]:
-    """Return ``rules`` on a device; a rule that is off in all rows is an empty tensor.
+    """Return ``rules``, on the CPU, on a device; a rule that is off in all rows is an empty tensor.
 
-    So what is switched on can be told by the shapes: no value on the device is looked at.
-
-    Parameters
-    ----------
-    rules : TokenRules
-        On the CPU.
-    device
-        Of the step.
-    tries : sequence of Trie or None, optional
-        On the device: of each row. None is held to none.
-
-    Raises
-    ------
-    ValueError
-        Timestamps are on, which are the decoder's in C++.
+    So shapes tell which rules are on, without a read from the device. ``tries``, on the device, has
+    the trie of each row, or None. Raises ValueError where timestamps are on: only the decoder in
+    C++ has them.
     """
     if bool((rules.timestamps[:, 0] >= 0).any()):
         raise ValueError("token_rules: timestamps are on; expected -1, beam_search_step_ has none")

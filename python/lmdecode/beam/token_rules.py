@@ -30,29 +30,13 @@ ALWAYS = (1 << 62) - 1  # a length that no sequence has
 class TokenRules(NamedTuple):
     """Rules applied to the log-probabilities before tokens are chosen, by slot.
 
-    Without beams they apply to the logits, as in transformers.
-
-    Attributes
-    ----------
-    repetition_penalty : Tensor
-        [slots] float32 > 0; 1 is off.
-    no_repeat_ngram_size : Tensor
-        [slots] int64; 0 is off.
-    diversity_penalty : Tensor
-        [slots] float32, for each time that an earlier group of the request chose the token.
-    bans : Tensor
-        [slots, n, 4] int64: a token (-1: none), the first and the last length of a sequence that it
-        cannot be added to, and 1 where that also holds for a forced token.
-    forced : Tensor
-        [slots, n, 2] int64: a length (-1: none), and the token that follows there. The last one of
-        a length holds.
-    timestamps : Tensor
-        [slots, 4] int64, Whisper's rules of them: the first token that is one (-1: off), the end
-        token, the length of a sequence of which nothing is generated yet, and the last timestamp
-        that it may begin with (-1: any). For the decoder in C++ alone.
-    bias : Tensor
-        [V] float32, added to all rows, or empty; [slots, V] where slots differ, which the decoder
-        in C++ does not take.
+    Without beams they apply to the logits, as in transformers. A ban is a token (-1: none), the
+    first and last length of the sequences that it cannot be added to, and 1 if it overrules a
+    forced token. A forced token is a length (-1: none) and the token that follows there; the last
+    one of a length holds. Timestamps, for the decoder in C++ alone, are Whisper's rules: the first
+    timestamp (-1: off), the end token, the length of a sequence before anything is generated, and
+    the last timestamp that it may begin with (-1: any). The bias is [slots, V] where slots differ,
+    which the decoder in C++ refuses.
     """
 
     repetition_penalty: Tensor

@@ -32,18 +32,10 @@ _HEADER_SIZE = 64
 
 
 class TrieArrays(NamedTuple):
-    """A trie as tensors on the CPU: csrc/beam/token_trie.h.
+    """A trie as tensors on the CPU, the form of csrc/beam/token_trie.h.
 
-    Attributes
-    ----------
-    tokens : Tensor
-        [nodes] int32: the token that leads to each node; -1 for the root.
-    child_begin : Tensor
-        [nodes + 1] int32.
-    ends : Tensor
-        [nodes] uint8: whether a sequence ends there.
-    num_sequences, max_token, longest : int
-        Of the sequences.
+    ``tokens`` [nodes] int32 lead to each node (-1 for the root), ``child_begin`` is [nodes + 1]
+    int32, and ``ends`` [nodes] uint8 is 1 where a sequence ends.
     """
 
     tokens: Tensor
@@ -442,15 +434,7 @@ class Trie:
 
 
 class PrefixTokens:
-    """A ``prefix_allowed_tokens_fn`` of transformers that applies a trie after a prompt.
-
-    Parameters
-    ----------
-    trie : Trie
-        The sequences that may follow the prompt.
-    prompt_length : int
-        Number of leading tokens to skip.
-    """
+    """A ``prefix_allowed_tokens_fn`` that applies a trie after ``prompt_length`` tokens."""
 
     def __init__(self, trie: Trie, prompt_length: int) -> None:
         self.trie, self.prompt_length = trie, prompt_length
@@ -574,11 +558,8 @@ def tensors_of_tries(
 ) -> list[Tensor]:
     """Return the tries of rows of rules as the ops take them, on a device.
 
-    Returns
-    -------
-    list of Tensor
-        Empty without a trie. Else [rows] int64, the number of each row's trie or -1; then for each
-        trie its tokens and ``child_begin``.
+    The list is empty without a trie. Else it has the number of each row's trie or -1, [rows] int64,
+    then the tokens and ``child_begin`` of each trie.
     """
     used = {id(trie): trie for trie in tries if trie is not None}
     if not used:

@@ -125,17 +125,11 @@ def pack_weight(weight: LinearWeight, name: str) -> Tensor:
 
 
 def pack_weight_into(weight: LinearWeight, name: str, memory: Tensor) -> int:
-    """Write a weight to the beginning of a memory, and return its number of bytes.
+    """Write a weight [out_features, in_features] to the beginning of a memory; return its bytes.
 
-    Parameters
-    ----------
-    weight
-        [out_features, in_features]: floats, or blocks of a GGUF file.
-    name
-        The format of floats. Or "file": blocks are packed unchanged, and floats as bfloat16 if they
-        are bfloat16, else as float32.
-    memory
-        uint8, at least ``packed_bytes(weight, name)`` bytes, aligned to 64 bytes.
+    ``name`` is the format of floats, or "file": then blocks of a GGUF file are packed unchanged,
+    and floats as bfloat16 if they are bfloat16, else as float32. ``memory`` is uint8, at least
+    ``packed_bytes(weight, name)`` bytes, aligned to 64 bytes.
     """
     if isinstance(weight, JoinedWeight):
         used = 0

@@ -86,13 +86,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class JoinedWeight:
-    """The concatenated rows of weights of different kinds.
-
-    Parameters
-    ----------
-    parts : tuple of QuantizedWeight or Tensor
-        Two or more, with the same inputs; tensors are floats.
-    """
+    """The concatenated rows of two or more weights of different kinds with the same inputs."""
 
     parts: tuple[QuantizedWeight | Tensor, ...]
 
@@ -139,11 +133,7 @@ def join_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
     """Return the concatenated rows of weights with the same inputs, [sum of outputs, inputs].
 
     Floats become one tensor, blocks of one kind a ``QuantizedWeight``, others a ``JoinedWeight``.
-
-    Raises
-    ------
-    ValueError
-        There are no weights, or their inputs differ.
+    Raises ValueError if there are no weights, or their inputs differ.
     """
     flat: list[Tensor | QuantizedWeight] = []
     for part in parts:
@@ -185,12 +175,8 @@ def split_columns(weight: LinearWeight, at: int) -> tuple[LinearWeight, LinearWe
 def join_columns(parts: Sequence[LinearWeight]) -> Tensor | QuantizedWeight:
     """Return the columns of weights with the same outputs side by side, [outputs, sum of inputs].
 
-    Blocks of one kind stay blocks; anything else becomes floats.
-
-    Raises
-    ------
-    ValueError
-        There are no weights, or their outputs differ.
+    Blocks of one kind stay blocks; anything else becomes floats. Raises ValueError if there are no
+    weights, or their outputs differ.
     """
     if not parts or any(part.shape[0] != parts[0].shape[0] for part in parts):
         raise ValueError(

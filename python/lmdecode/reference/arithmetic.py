@@ -77,16 +77,8 @@ def _odd_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float | torch.Tensor)
 def scaled_weight(x: torch.Tensor, x_max: float, factor: float, scale: int) -> torch.Tensor:
     """Return exp((x - x_max) / temperature) * 2^scale, the fixed sequence of f32 operations.
 
-    Parameters
-    ----------
-    x
-        float32, any shape, finite.
-    x_max
-        An f32 value, at least every ``x``.
-    factor
-        ``exponent_factor(temperature)``.
-    scale
-        0 to 63.
+    ``x`` is finite, at most ``x_max``, ``factor`` is ``exponent_factor(temperature)``, and
+    ``scale`` is 0 to 63.
     """
     exponent = (x - x_max) * factor
     exponent = torch.where(exponent > _MIN_EXPONENT, exponent, _MIN_EXPONENT)

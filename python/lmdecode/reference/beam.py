@@ -35,18 +35,7 @@ _INF = math.inf
 
 
 def log_softmax_row(x: torch.Tensor) -> torch.Tensor:
-    """Return the log-softmax of one row, as the op defines it.
-
-    Parameters
-    ----------
-    x
-        [V] float32 without NaN, at least one element above -inf.
-
-    Returns
-    -------
-    torch.Tensor
-        [V] float32.
-    """
+    """Return the log-softmax of a row [V] float32 without NaN, with an element above -inf."""
     top = x.max().item() + 0.0  # never -0.0
     if top == _INF:
         share = x == _INF

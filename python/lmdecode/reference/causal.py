@@ -49,16 +49,9 @@ def _convolved(
 def short_convolution(
     mixer: ShortConvolution, w: CausalLayerWeights, projected: Tensor, state: State | None
 ) -> tuple[Tensor, State]:
-    """Return what a layer's last projection takes, [T, size], and the state behind the tokens.
+    """Return the input of a layer's last projection, [T, size], and the state after the tokens.
 
-    Parameters
-    ----------
-    mixer, w
-        The layer's.
-    projected : Tensor
-        [T, 3 * size]: B, C and x.
-    state : tuple or None
-        That behind the tokens before.
+    ``projected`` is [T, 3 * size]: B, C and x. ``state`` is the state before the tokens.
     """
     b, c, x = projected.chunk(3, dim=-1)
     out, last = _convolved(w, mixer.taps, b * x, state)
@@ -140,14 +133,7 @@ def chosen_experts(
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each row, int64 [T, num_chosen], ascending, and their weights.
 
-    Parameters
-    ----------
-    config
-        Of the experts.
-    logits
-        [T, E] of the router.
-    choice_bias
-        [E] or None: added to what experts are chosen by.
+    ``logits`` are the router's, [T, E]. ``choice_bias`` [E] is added to them for the choice alone.
     """
     values = logits.sigmoid() if config.router == "sigmoid" else logits
     scores = values if choice_bias is None else values + choice_bias
@@ -440,29 +426,14 @@ def causal_logits(
     cache: CausalCache | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the logits behind each token of a text.
+    """Return the logits after each of the tokens, int64 [T], as [T, V] in ``dtype``.
 
-    Parameters
-    ----------
-    config, weights
-        The model.
-    tokens : Tensor
-        int64 [T]: the text, or what follows on that whose keys and values are in ``cache``.
-    hidden : Tensor, optional
-        [T, D], for a model with ``hidden_projection``: what another model has behind its final norm
-        of the token before each. See ``causal_hidden``.
-    cache : list, optional
-        Of each layer the keys, turned, and the values, [num_kv_heads, length, head_size], all from
-        position 0 on. Those of ``tokens`` are appended. Of layers with a mixer the state behind the
-        last token; see ``lmdecode.reference.causal``. Layers with another layer's keys have these,
-        too. Begin with an empty list.
-    dtype : torch.dtype
-        In which everything is computed, angles too: float32 or float64.
-
-    Returns
-    -------
-    Tensor
-        [T, V] in ``dtype``.
+    ``cache`` is a list, empty at first, to which the layers' keys and values of ``tokens`` are
+    appended: of each layer the rotated keys, and the values, [num_kv_heads, length, head_size],
+    from position 0 on; of a layer with a mixer the state after the last token. Layers with another
+    layer's keys have these, too. ``hidden`` [T, D], for a model with ``hidden_projection``, is
+    another model's output after its final norm for the token before each: see ``causal_hidden``.
+    Everything, angles too, is computed in ``dtype``, float32 or float64.
     """
     x = causal_hidden(config, weights, tokens, hidden=hidden, cache=cache, dtype=dtype)
     head = weights.embedding if weights.logits is None else weights.logits

@@ -155,18 +155,10 @@ def decoder_layer(
     lengths: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Apply a decoder layer to whole sequences.
+    """Apply a decoder layer to sequences ``x`` [B, T, D].
 
-    Parameters
-    ----------
-    config, w
-        The layer.
-    x : Tensor
-        [B, T, D].
-    memory, lengths : Tensor
-        [B, S, M] and [B].
-    bias : Tensor, optional
-        [heads, T (queries), T (keys)], added to the scores of self-attention.
+    ``memory`` is [B, S, M] with ``lengths`` [B]. ``bias`` [heads, T (queries), T (keys)] is added
+    to the scores of self-attention.
     """
 
     def cross_attention(x: Tensor) -> Tensor:
@@ -189,21 +181,9 @@ def decoder_logits(
     memory: Tensor,
     memory_lengths: Tensor,
 ) -> Tensor:
-    """Return the logits behind each token.
+    """Return the logits [B, T, V] after each of the ``tokens`` [B, T] int64, in float32 or float64.
 
-    Parameters
-    ----------
-    config, weights
-        The decoder, in float32 or float64.
-    tokens : Tensor
-        [B, T] int64.
-    memory, memory_lengths : Tensor
-        [B, S, M] and [B]: what the encoder gives, and how much of it counts.
-
-    Returns
-    -------
-    Tensor
-        [B, T, V].
+    ``memory`` [B, S, M] is the encoder's output, of which the first ``memory_lengths`` [B] count.
     """
     steps = tokens.shape[1]
     x = weights.embedding[tokens] * config.embedding_scale
@@ -372,19 +352,11 @@ def gather_tree(
 
 
 def dynamic_time_warping(cost: Tensor) -> Tensor:
-    """Return the frame in which each token begins, on the cheapest monotonic path.
+    """Return the frame in which each token begins, [tokens] int64, on the cheapest monotonic path.
 
-    Parameters
-    ----------
-    cost : Tensor
-        [tokens, frames] float32. A step of the path is one token on, one frame on, or both. Of
-        equal sums, which are rounded to float32, the frame on is taken, unless both is less than
-        either.
-
-    Returns
-    -------
-    Tensor
-        [tokens] int64.
+    ``cost`` is [tokens, frames] float32. A step of the path is one token on, one frame on, or both.
+    Of equal sums, which are rounded to float32, the frame on is taken, unless both is less than
+    either.
     """
     tokens, frames = cost.shape
     sums = torch.full((tokens + 1, frames + 1), torch.inf)
@@ -415,16 +387,10 @@ def dynamic_time_warping(cost: Tensor) -> Tensor:
 def timestamp_rule(
     scores: Tensor, sequences: Tensor, first: int, end: int, begin: int, last_initial: int
 ) -> Tensor:
-    """Return scores, -inf where Whisper's rules of timestamps forbid a token.
+    """Return scores [rows, V], -inf where Whisper's rules of timestamps forbid a token.
 
-    Parameters
-    ----------
-    scores : Tensor
-        [rows, V], logits or log-probabilities, after all other rules.
-    sequences : Tensor
-        [rows, length] int64.
-    first, end, begin, last_initial
-        The numbers of ``TokenRules.timestamps``.
+    ``scores`` are logits or log-probabilities, after all other rules, and ``sequences`` are [rows,
+    length] int64. The numbers are those of ``TokenRules.timestamps``.
     """
     scores, tokens = scores.clone(), torch.arange(scores.shape[1])
     is_time = tokens >= first

@@ -53,24 +53,13 @@ def decoder_self_attention_(
 ) -> None:
     """Write this step's keys and values, and attend to those of the row's sequence.
 
-    Parameters
-    ----------
-    qkv : Tensor
-        [rows, 3, heads, head size].
-    keys, values : Tensor
-        [rows, heads, capacity, padded head], written at each row's position.
-    table : Tensor
-        [rows, capacity] int32: the cache row of each position before; never a row that writes this
-        position now, but for its own. Rows at one position cannot break this.
-    positions : Tensor
-        [rows] int32; one out of range gives 0 and writes nothing.
-    bias : Tensor, optional
-        [heads, distances] float32, by the distance from the query back to the key; at least
-        capacity distances.
-    scale, denominator_epsilon : float
-        What scores are multiplied by, and what is added to the sum that softmax divides by.
-    out : Tensor
-        [rows, heads, head size].
+    ``qkv`` is [rows, 3, heads, head size]. Keys and values, [rows, heads, capacity, padded head],
+    are written at ``positions`` [rows] int32; a position out of range gives 0 and writes nothing.
+    ``table`` [rows, capacity] int32 is the cache row of each position before; it never names
+    another row that writes this position now, which rows at one position cannot do. ``bias``
+    [heads, distances] float32 is by the distance from the query back to the key. Scores are
+    multiplied by ``scale``, and ``denominator_epsilon`` is added to the sum that softmax divides
+    by. ``out`` is [rows, heads, head size].
     """
     rows, _, _, head_size = qkv.shape
     capacity = keys.shape[2]
@@ -111,20 +100,12 @@ def decoder_cross_attention(
     *,
     out: Tensor,
 ) -> None:
-    """Attend to the memory of each row's request.
+    """Attend to the memory of each row's request; see ``decoder_self_attention_``.
 
-    Parameters
-    ----------
-    queries : Tensor
-        [rows, heads, head size], the rows of a request neighbours, as many for each.
-    keys, values : Tensor
-        [requests, heads, padded head, source] and [requests, heads, source, padded head].
-    lengths : Tensor
-        [requests] int64: positions that are attended to; none: out is 0.
-    scale, denominator_epsilon : float
-        See ``decoder_self_attention_``.
-    out : Tensor
-        [rows, heads, head size].
+    ``queries`` and ``out`` are [rows, heads, head size]; the rows of a request are neighbours, as
+    many for each. ``keys`` are [requests, heads, padded head, source], ``values`` [requests, heads,
+    source, padded head]. Of these the first ``lengths`` [requests] int64 count; if none, ``out`` is
+    0.
     """
     rows, heads, head_size = queries.shape
     requests, source = keys.shape[0], keys.shape[3]
@@ -139,14 +120,10 @@ def decoder_cross_attention(
 
 
 def decoder_cross_cache_(key_value: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Lay out the keys and values of memories; what is behind them becomes 0.
+    """Lay out ``key_value`` [requests, length, 2, heads, head size], with 0 after it.
 
-    Parameters
-    ----------
-    key_value : Tensor
-        [requests, length, 2, heads, head size].
-    keys, values : Tensor
-        [requests, heads, padded head, source] and [requests, heads, source, padded head].
+    ``keys`` are [requests, heads, padded head, source], ``values`` [requests, heads, source, padded
+    head].
     """
     length, head_size = key_value.shape[1], key_value.shape[4]
     keys.zero_()
@@ -167,22 +144,10 @@ def decoder_add_norm_(
     *,
     out: Tensor,
 ) -> None:
-    """Add to the residual stream, and norm it for what reads it next.
+    """Add ``delta`` [rows, size] and ``bias`` [size] to the residual stream, and norm it.
 
-    Parameters
-    ----------
-    x : Tensor
-        [rows, size] float32: becomes ``x + delta + bias``, and, unless ``norm_first``, its norm.
-    delta : Tensor, optional
-        [rows, size].
-    bias, gamma, beta : Tensor, optional
-        [size] float32; no gamma: no norm.
-    epsilon : float
-        Added to the variance.
-    rms_norm, norm_first : bool
-        Which norm, and whether it is for ``out`` alone.
-    out : Tensor
-        [rows, size]: the norm.
+    ``x`` [rows, size] float32 becomes the sum, and, unless ``norm_first``, its norm. ``out`` [rows,
+    size] is the norm; without ``gamma`` there is none. ``epsilon`` is added to the variance.
     """
     for term in (delta, bias):
         if term is not None:
@@ -209,22 +174,11 @@ def decoder_embed(
     *,
     x: Tensor,
 ) -> None:
-    """Embed the tokens of a step.
+    """Embed the ``tokens`` [rows] int64 of a step into ``x`` [rows, size] float32.
 
-    Parameters
-    ----------
-    tokens, positions : Tensor
-        [rows] int64 and int32; what is out of range adds 0.
-    embedding : Tensor
-        [vocab, size].
-    position_table : Tensor, optional
-        [positions, size] float32, whose row ``position_offset`` position 0 has.
-    scale : float
-        What embeddings are multiplied by.
-    position_offset : int
-        See above.
-    x : Tensor
-        [rows, size] float32, written.
+    Rows of ``embedding`` [vocab, size] are multiplied by ``scale``. Row ``position_offset`` of
+    ``position_table`` [positions, size] float32 is added at position 0. A token or position out of
+    range adds 0.
     """
 
     def rows_of(weights: Tensor, indices: Tensor) -> Tensor:
@@ -237,16 +191,9 @@ def decoder_embed(
 
 
 def decoder_activate_(up: Tensor, gate: Tensor | None, activation: int) -> None:
-    """Apply an activation, by its number in ``lmdecode.linear.ACTIVATIONS``.
+    """Apply an activation to ``up`` [rows, size], by its number in ``linear.ACTIVATIONS``.
 
-    Parameters
-    ----------
-    up : Tensor
-        [rows, size]: becomes ``activation(up)``, or ``activation(gate) * up``.
-    gate : Tensor, optional
-        [rows, size].
-    activation : int
-        1 to 4.
+    With a ``gate`` [rows, size], ``up`` becomes ``activation(gate) * up``.
     """
     function = _ACTIVATIONS[activation]
     value = up.float()

@@ -65,27 +65,14 @@ def encoder_forward(
     dtype: torch.dtype = torch.float32,
     attention_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the encoder's output.
+    """Return the encoder's output, [rows, model_size] in ``dtype``, float32 or float64.
 
-    Parameters
-    ----------
-    config, weights
-        The encoder.
-    row_begins, positions, tokens, inputs
-        As of ``PackedEncoder.forward``; ``inputs`` may be of any dtype.
-    weight_format : {"float32", "bfloat16", "int8", "int4"}
-        Format of linear weights. Products are those of ``lmdecode.reference.packed_linear``, except
-        for float32, whose products are computed in ``dtype``.
-    dtype : torch.dtype
-        float32 or float64. The rest is computed in it.
-    attention_dtype : torch.dtype, optional
-        Queries, keys, values and weights of attention are rounded to it: to bfloat16 is what the op
-        does where ``cpu_capability()`` is "amx" and the weights are no float32.
-
-    Returns
-    -------
-    Tensor
-        [rows, model_size] in ``dtype``.
+    ``row_begins``, ``positions``, ``tokens`` and ``inputs`` (of any dtype) are those of
+    ``PackedEncoder.forward``. Products with linear weights of ``weight_format`` are those of
+    ``lmdecode.reference.packed_linear``, except for float32, whose products are computed in
+    ``dtype``. Queries, keys, values and weights of attention are rounded to ``attention_dtype``:
+    bfloat16 is what the op does where ``cpu_capability()`` is "amx" and the weights are not
+    float32.
     """
 
     def wide(tensor: Tensor | None) -> Tensor | None:

@@ -154,24 +154,10 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def dequantize_blocks(data: Tensor, kind: str) -> Tensor:
-    """Return the values of rows of blocks.
+    """Return blocks, uint8 [..., bytes], as float32 [..., weights], bit for bit as llama.cpp.
 
-    Parameters
-    ----------
-    data : Tensor
-        uint8 [..., bytes], each row a number of whole blocks.
-    kind : str
-        One of ``lmdecode.linear.quantized_weight.KINDS``.
-
-    Returns
-    -------
-    Tensor
-        float32 [..., weights], those of llama.cpp bit for bit.
-
-    Raises
-    ------
-    ValueError
-        Another kind, dtype, or length of a row.
+    ``kind`` is one of ``lmdecode.linear.block_types.KINDS``. Raises ValueError for another kind or
+    dtype, and for rows that are not whole blocks.
     """
     if kind not in KINDS:
         raise ValueError(f"dequantize_blocks: kind is {kind!r}; expected one of {', '.join(KINDS)}")

@@ -94,20 +94,12 @@ SAMPLER_DIALECTS = {
 
 
 class Survivors:
-    """The tokens that are left of a row.
+    """The tokens that are left of a row: ``kept`` are their ids, in order.
 
-    Attributes
-    ----------
-    y
-        [V] float32, the logits after the edits, without NaN.
-    v
-        [V] float32, y / temperature: what orders the tokens. 0 where +inf is the support.
-    kept
-        The ids that are left, in order.
-    temperature
-        The temperature so far; 0 once a dynamic temperature came to 0.
-    infinite
-        The support are +inf values: its tokens are equal, whatever a stage looks at.
+    ``y`` [V] float32 are the edited logits, without NaN. ``v`` [V] float32, y / temperature, orders
+    the tokens; it is 0 where +inf is the support. The temperature so far is 0 once a dynamic
+    temperature came to 0. ``infinite``: the support are +inf values, whose tokens are equal to
+    every stage.
     """
 
     def __init__(self, y: Tensor) -> None:

@@ -86,13 +86,8 @@ def _copied(part: Any) -> Any:
 class Outputs:
     """The memory that the steps of a ``Sampler`` write, and the outputs of a step.
 
-    Parameters
-    ----------
-    batch, vocab, num_logprobs, device
-        As of the sampler; num_logprobs is -1 for none.
-    returns : tuple
-        Whether to return logits, kept sets and stage counts, and whether all but a few results are
-        this memory itself.
+    ``returns`` tells whether to return logits, kept sets and stage counts, and whether all but a
+    few results are this memory itself. ``num_logprobs`` is -1 for none.
     """
 
     def __init__(

@@ -47,30 +47,9 @@ def row_tensor(
     device: torch.device,
     dialect: str = "lmdecode",
 ) -> Tensor:
-    """Return numbers, one for each row, as a parameter of ``top_k_top_p_sample``.
+    """Return numbers, one for each row, as a parameter of ``top_k_top_p_sample``, float32 or int64.
 
-    Parameters
-    ----------
-    name
-        Name of the parameter.
-    values
-        Numbers, or ints for int64.
-    dtype
-        float32 or int64.
-    device
-        Of the logits.
-    dialect
-        The dialect, which determines the range of ``top_p``.
-
-    Returns
-    -------
-    Tensor
-        ``[len(values)]``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names an invalid number, as ``top_p[2]``.
+    The dialect determines the range of ``top_p``. Errors name the invalid number, as ``top_p[2]``.
     """
     rows = []
     for place, value in enumerate(values):

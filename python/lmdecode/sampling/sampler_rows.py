@@ -234,21 +234,8 @@ def check_parameters(
 ) -> dict[str, Any]:
     """Return parameters in plain form, without those that are None.
 
-    Parameters
-    ----------
-    parameters
-        Parameters by name.
-    vocab
-        Size of the vocabulary.
-    batch
-        Number of rows: a parameter may be a list or tensor with one number for each. None: one row.
-    of
-        The function that takes them, whose other arguments a wrong name may have meant.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names the parameter, what came and what was expected.
+    With a ``batch``, a parameter may be a list or tensor with a number for each row. A wrong name
+    may have meant another argument of the function ``of``: the error then says so.
     """
     checked: dict[str, Any] = {}
     for name, value in parameters.items():
@@ -336,13 +323,8 @@ def shown(value: Any) -> str:
 class RowRules:
     """A row's parameters as the op takes them.
 
-    Attributes
-    ----------
-    integers, numbers, rules
-        [7] int64, [21] float64 and [n] int32: SamplerIntegers, SamplerNumbers and SamplerRules of
-        csrc/sampling/sampler_state.h.
-    keeps_text
-        Whether the row needs its text.
+    ``integers`` [7] int64, ``numbers`` [21] float64 and ``rules`` [n] int32 are SamplerIntegers,
+    SamplerNumbers and SamplerRules of csrc/sampling/sampler_state.h.
     """
 
     integers: Tensor

@@ -38,20 +38,10 @@ def beam_results(
     num_hypotheses: int,
     steps: Sequence[int],
 ) -> list[BeamResult]:
-    """Return the results of searches by one request; waits for the device.
+    """Return the results of searches by equal requests; waits for the device.
 
-    Parameters
-    ----------
-    request
-        How each of them searched.
-    request_ids, steps
-        As whom it ran, and for how many steps.
-    final
-        Of these alone.
-    status : Tensor
-        [searches, groups] uint8.
-    num_hypotheses
-        Of the state: what places count by.
+    ``request_ids``, ``steps`` and the rows of ``final`` and ``status`` ([searches, groups] uint8)
+    are those of the searches. ``num_hypotheses`` is the state's, by which ``final.places`` count.
     """
     prompt = len(request.prompt_ids)
     room_for_end = request.dialect == "scorer" and bool(request.eos_token_id)

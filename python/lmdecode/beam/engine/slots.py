@@ -78,16 +78,8 @@ def _larger(have: int, need: int) -> int:
 class BeamSlots:
     """The state and parameters of all slots; a slot is one search or one group.
 
-    Attributes
-    ----------
-    state : BeamState
-        See there; with log-probabilities and beam indices.
-    parameters : BeamParameters
-        See there.
-    coverage : Tensor
-        [slots, beams, source] float32: how much attention each source position has had.
-    nodes : Tensor
-        [slots, beams] int32: where each beam stands in the trie that its search is held to.
+    ``coverage`` [slots, beams, source] float32 is the attention that each source position has had,
+    and ``nodes`` [slots, beams] int32 the node of the search's trie that each beam is at.
     """
 
     def __init__(self, slots: int, num_beams: int, capacity: int, device: torch.device) -> None:

@@ -197,16 +197,10 @@ def check_step(
 
 
 class StepChoice(NamedTuple):
-    """The next beams of a step.
+    """The next beams of a step: ``tokens`` and ``parents`` are [next rows] int64.
 
-    Attributes
-    ----------
-    tokens, parents : Tensor
-        [next rows] int64.
-    ended : list of int
-        Of each search of the plan: 0 it goes on, 1 done, 2 failed.
-    traced : list of (BeamCandidates, Tensor)
-        Of each search of the plan, if asked for: its candidates and decisions, a row.
+    ``ended`` has 0 (continues), 1 (done) or 2 (failed) for each search of the plan, ``traced`` its
+    candidates and a row of decisions where a trace was asked for.
     """
 
     tokens: Tensor
@@ -216,15 +210,7 @@ class StepChoice(NamedTuple):
 
 
 class Chooser:
-    """Chooses by a plan, as often as the plan holds: by one op, on any device.
-
-    Parameters
-    ----------
-    plan, store
-        The arguments of the op are on the device of the store.
-    vocab_size
-        Of the logits.
-    """
+    """Chooses the next beams of a plan's searches in one op, on the store's device."""
 
     def __init__(self, plan: BeamPlan, store: BeamSlots, vocab_size: int) -> None:
         searches, self._passes = searches_of_step(plan.searches())

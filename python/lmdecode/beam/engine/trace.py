@@ -19,20 +19,12 @@ __all__ = ["BeamTrace", "TracedBeam", "TracedCandidate", "TracedHypothesis", "fo
 
 
 class TracedCandidate(NamedTuple):
-    """A candidate, and what became of it.
+    """A candidate and its fate.
 
-    Attributes
-    ----------
-    score, log_prob : float
-        The sum with the beam's, and of the token alone.
-    token, beam : int
-        The beam is counted within the group.
-    decision : str
-        One of ``DECISIONS``: "continued", "closed", "end_token_too_low" (ranked below the beams),
-        "not_better" (than the hypotheses), "stopped" (it goes on, far below, for want of others) or
-        "unused".
-    place : int or None
-        The next beam that it became, or its place among the hypotheses.
+    ``score`` includes the beam's, and ``beam`` counts within the group. ``decision`` is one of
+    ``DECISIONS``: "continued", "closed", "end_token_too_low" (ranked below the beams), "not_better"
+    (than the hypotheses), "stopped" (it continues, far below, for want of others) or "unused".
+    ``place`` is the next beam that it became, or its place among the hypotheses.
     """
 
     score: float

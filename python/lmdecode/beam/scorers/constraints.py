@@ -177,17 +177,7 @@ class PhrasalConstraint(Constraint):
 class DisjunctiveTrie:
     """The alternatives of a ``DisjunctiveConstraint`` as a tree of tokens.
 
-    Parameters
-    ----------
-    nested_token_ids : list of list of int
-        The alternatives.
-    no_subsets : bool
-        Whether to refuse alternatives that are equal, or of which one begins with another.
-
-    Raises
-    ------
-    ValueError
-        For such alternatives.
+    With ``no_subsets``, raises ValueError for alternatives that are equal, or begin with another.
     """
 
     def __init__(self, nested_token_ids: list[list[int]], no_subsets: bool = True) -> None:

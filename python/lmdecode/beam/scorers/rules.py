@@ -133,27 +133,11 @@ def end_token_list(eos_token_id: int | Iterable[int] | None) -> list[int]:
 def split_candidates(
     tokens: list[int], end_tokens: Sequence[int], group_size: int
 ) -> tuple[list[int], list[int]]:
-    """Tell which candidates of a search close a hypothesis and which are its next beams.
+    """Return the ranks of the candidates that close a hypothesis, and of those that continue.
 
-    Parameters
-    ----------
-    tokens
-        The candidates' tokens, best first. Those behind the last beam are not looked at.
-    end_tokens
-        A candidate that ends in one of these closes a hypothesis if its rank is below `group_size`,
-        and is dropped otherwise.
-    group_size
-        Beams of the search.
-
-    Returns
-    -------
-    closing, going : list of int
-        Ranks.
-
-    Raises
-    ------
-    ValueError
-        If fewer than `group_size` candidates go on.
+    ``tokens`` are the candidates', best first. One with an end token closes a hypothesis if its
+    rank is below ``group_size``, and is dropped otherwise. Candidates after the last next beam are
+    not read. Raises ValueError if fewer than ``group_size`` candidates continue.
     """
     closing: list[int] = []
     going: list[int] = []
