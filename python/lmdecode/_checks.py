@@ -45,7 +45,7 @@ MAX_INT = (1 << 63) - 1
 
 
 class Error(Exception):
-    """Base of the exceptions that lmdecode defines; each is what it was of Python's, too.
+    """Base of the exceptions that lmdecode defines; each also derives from one of Python's.
 
     A wrong argument is a plain ValueError or TypeError.
     """
@@ -246,7 +246,7 @@ def check_no_gradient(op: str, **tensors: object) -> None:
             )
 
 
-# How an op begins what it says of an argument that it refuses, and of what it cannot do.
+# Beginnings of the messages of ops: for a refused argument, and for a failure.
 _REFUSED = re.compile(r"LMDECODE_CPU_CAPABILITY is |[\w.]+: ")
 _FAILED = re.compile(
     r"lmdecode: |[\w.]+: (no memory for |launch: |cuda[A-Z]|"

@@ -229,7 +229,7 @@ def _merge_attention_states(o1, lse1, **_):
 
 # --- Linear ---------------------------------------------------------------------------------------
 
-# Of formats with groups, by their numbers: elements of a step, and its bytes of one output; see
+# Formats with groups, by their numbers: elements of a step, and its bytes of one output; see
 # csrc/linear/grouped_format.h.
 _STEPS = {
     3: (32, 18), 4: (32, 19), 5: (64, 35), 6: (128, 67), 8: (32, 20), 9: (64, 36), 10: (128, 68),
@@ -239,7 +239,7 @@ _STEPS = {
 }  # fmt: skip
 _BYTES_OF_FOUR = {0: 16, 1: 8, 2: 4, 7: 4}
 _INT8_ROWS = (2, 7)
-# Of GGUF's types: the format, and the bytes of a block; see csrc/linear/gguf_blocks.h.
+# GGUF's types: the format, and the bytes of a block; see csrc/linear/gguf_blocks.h.
 _GGUF_BLOCKS = {
     2: (3, 18), 3: (8, 20), 6: (11, 22), 7: (12, 24), 8: (11, 34), 10: (18, 84), 11: (19, 110),
     12: (15, 144), 13: (16, 176), 14: (17, 210), 20: (13, 18), 23: (20, 136), 39: (14, 17),

@@ -1,4 +1,4 @@
-"""Numbers of the host on a device, without a wait of the host for the device."""
+"""Copies numbers of the host to a device without waiting for the device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["sent", "uploaded"]
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor on a device.
 
-    From the CPU to a GPU it goes through pinned memory: from other memory the copy would wait until
-    the GPU has done all that was asked of it before. Not into a CUDA graph that is being captured,
-    whose replays would read the memory when it is another's: there CUDA refuses the copy.
+    A copy from the CPU to a GPU goes through pinned memory: from other memory it would wait for all
+    earlier work of the GPU. During the capture of a CUDA graph memory is not pinned, as replays
+    would read it after it was freed: there CUDA refuses the copy.
     """
     device = torch.device(device)
     if device.type != "cuda" or tensor.device.type != "cpu":

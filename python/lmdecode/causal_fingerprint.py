@@ -69,14 +69,14 @@ def causal_fingerprint(decoding: Any, tokenizer: Any = None) -> Fingerprint:
         rope={"size": heads.rotary_size, "of_layers": list(config.rotary)},
         window=tuple(windows) if any(windows) else None,
         state_size=packed.state_size,
-        # Keys are turned; bits are those of a format of weights at a level of the CPU.
+        # Keys are rotated; bits depend on the format of weights and the level of the CPU.
         layout=f"lmdecode.decoding.{_BITS}/{packed.weight_format}/{cpu_capability()}",
         tokenizer_hash=hash_vocabulary(tokenizer),
     )
 
 
 def check_causal_store(op: str, decoding: Any, store: Any) -> None:
-    """Raise TypeError for what is no store, and an error where it was opened for another model.
+    """Raise TypeError for anything but a store, and an error if it belongs to another model.
 
     Names of models and tokenizers may differ.
     """

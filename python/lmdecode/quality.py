@@ -164,7 +164,7 @@ def perplexity(
     losses, seconds = [], list[float]()
     for tokens in windows:
         seconds.append(0.0)
-        # The token behind the middle one is the first that is scored.
+        # The token after the middle one is the first that is scored.
         for logits, targets, took in _logits(caches, tokens, window // 2):
             losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
             seconds[-1] += took

@@ -170,7 +170,7 @@ class RingKVCache:
         self.capacity = capacity
         self.num_sink_tokens = num_sink_tokens
         self.num_tokens = 0
-        # Of the tokens behind the sinks, those from here on are still held.
+        # First token after the sinks that is still held.
         self._first_held = num_sink_tokens
         shape = (batch, num_kv_heads, num_sink_tokens + capacity)
         # Tensors made under inference_mode could not be written to outside of it.
@@ -388,7 +388,7 @@ class RingKVCache:
             return self._piece(0, 0, total)
         if total - first != self.capacity:
             return None
-        wrap = total - (total - sinks) % self.capacity  # is in the first slot behind the sinks
+        wrap = total - (total - sinks) % self.capacity  # is in the first slot after the sinks
         ranges = ((0, sinks), (wrap, total), (first, wrap))
         return KeyPiece(self._keys, self._values, ranges)
 

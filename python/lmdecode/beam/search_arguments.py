@@ -35,7 +35,7 @@ class SearchOfStep(NamedTuple):
 
 
 def searches_of_step(searches: Sequence[SearchOfStep]) -> tuple[list[list[int]], list[int]]:
-    """Return ``searches`` and ``passes``: those of one group, in a row, are a pass."""
+    """Return ``searches`` and ``passes``: consecutive searches of one group are a pass."""
     numbers: list[list[int]] = []
     passes: list[int] = []
     for group, members in itertools.groupby(searches, key=lambda search: search.group):

@@ -54,7 +54,7 @@ class BeamParameters(NamedTuple):
     end_tokens : Tensor
         [slots, E] int64, -1 where there are fewer; E >= 0.
     pad_tokens : Tensor
-        [slots] int64: what a search that is done emits, and what follows the end of a result.
+        [slots] int64: the token that a finished search emits, and that pads results.
     """
 
     num_beams: Tensor
@@ -147,15 +147,15 @@ class BeamFinal(NamedTuple):
     Attributes
     ----------
     sequences : Tensor
-        [requests, n, capacity] int64, pad tokens behind the end.
+        [requests, n, capacity] int64, pad tokens after the end.
     lengths : Tensor
         [requests, n] int64.
     scores : Tensor
         [requests, n] float64.
     log_probs : Tensor
-        [requests, n, capacity or 0] float32, 0 behind the end and in the prompt.
+        [requests, n, capacity or 0] float32, 0 after the end and in the prompt.
     beam_indices : Tensor
-        [requests, n, capacity or 0] int32, -1 behind the end and in the prompt.
+        [requests, n, capacity or 0] int32, -1 after the end and in the prompt.
     places : Tensor
         [requests, n] int64: ``group * hypotheses + place`` in the state; -1 where there is none,
         whose sequence is all padding, length 0 and score -1e9.
@@ -199,7 +199,7 @@ def new_beam_state(
     ----------
     slots, num_beams, capacity
         Sizes; ``num_beams`` is the widest search, ``capacity`` the longest sequence.
-        ``capacity`` may be 0, for a state whose sequences are put in later.
+        ``capacity`` may be 0, for a state that gets its sequences later.
     num_hypotheses
         Finished sequences that can be kept; ``num_beams`` by default.
     keep_log_probs, keep_beam_indices

@@ -1,4 +1,4 @@
-"""Token rules: what is done to log-probabilities before tokens are chosen, in one form for all.
+"""Token rules: the changes of log-probabilities before tokens are chosen, in one form for all.
 
 Requests of ``BeamSearch`` and the logits processors of transformers become ``TokenRules``;
 A step of search takes them by ``rules_of_step``, and the decoder in C++ reads them as they are.
@@ -48,7 +48,7 @@ class TokenRules(NamedTuple):
     bias: Tensor
 
     def of_slots(self, slots: Tensor) -> TokenRules:
-        """Return those of some slots, [n] int64."""
+        """Return the rules of some slots, [n] int64."""
         bias = self.bias[slots] if self.bias.dim() == 2 else self.bias
         return TokenRules._make([*(tensor[slots] for tensor in self[:6]), bias])
 
@@ -92,7 +92,7 @@ def one_slot(
 
 
 def check_token_rules(op: str, rules: object, vocab_size: int) -> None:
-    """Raise TypeError or ValueError for what is not the rules of one slot, without timestamps."""
+    """Raise TypeError or ValueError for anything but the rules of one slot, without timestamps."""
     if not isinstance(rules, TokenRules):
         kind = type(rules).__name__
         raise TypeError(f"{op}: token_rules is of type {kind}; expected a TokenRules or None")
@@ -134,7 +134,7 @@ def repeat_token_rules(one: TokenRules, slots: int) -> TokenRules:
 
 
 def join_token_rules(rules: Sequence[TokenRules]) -> TokenRules:
-    """Return rules of one slot each, at least one, as those of slot after slot."""
+    """Join rules of one slot each, at least one, in the order of the slots."""
     bias = torch.empty(0, dtype=torch.float32, device="cpu")
     sizes = {one.bias.numel() for one in rules} - {0}
     if sizes:

@@ -24,8 +24,8 @@ __all__ = ["Trie"]
 
 _MAGIC = b"lmdtrie\0"
 _VERSION = 1
-# Magic, version, CRC-32 of the arrays, nodes, sequences, largest token, longest sequence; behind
-# them the CRC-32 of all that, and zeros up to the size. Little-endian.
+# Magic, version, CRC-32 of the arrays, nodes, sequences, largest token, longest sequence; then
+# the CRC-32 of all that, and zeros up to the size. Little-endian.
 _HEADER = struct.Struct("<8sIIqqqq")
 _HEADER_CRC = struct.Struct("<I")
 _HEADER_SIZE = 64
@@ -48,7 +48,7 @@ class TrieArrays(NamedTuple):
     @classmethod
     def of(cls, tokens: Tensor, child_begin: Tensor, ends: Tensor) -> TrieArrays:
         """Return the arrays with the numbers that follow from them."""
-        # A level of the trie is the children of the one before; they lie behind one another.
+        # A level of the trie is the children of the one before; levels are consecutive.
         depth, last = 0, 1
         while (next_last := int(child_begin[last])) > last:
             last, depth = next_last, depth + 1
@@ -96,7 +96,7 @@ def _damaged(path: Path, what: str) -> ValueError:
 
 
 def read_trie(path: Path) -> TrieArrays:
-    """Map a trie; raise ValueError for a file that is none, or damaged."""
+    """Map a trie; raise ValueError for another or a damaged file."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < _HEADER_SIZE:
@@ -412,7 +412,7 @@ class Trie:
             )
 
     def check_device(self, op: str, device: torch.device, of: str) -> None:
-        """Raise ValueError for another device than that of what the trie comes with."""
+        """Raise ValueError for a trie on another device than its companion ``of``."""
         here = self.device
         if here.type != device.type or device.index not in (None, here.index):
             raise ValueError(
@@ -488,7 +488,7 @@ def _integers(name: str, tensor: object, rank: int) -> Tensor:
 
 
 def _of_matrix(sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens and offsets of [n, longest], -1 behind the end of each row."""
+    """Return tokens and offsets of [n, longest], -1 after the end of each row."""
     rows = _integers("sequences", sequences, 2)
     is_token = rows != -1
     lengths = is_token.sum(dim=1)

@@ -22,7 +22,7 @@ REAL_BEAM_SCORE_BOUND = -1.0e8
 # Sums with it, even where a length penalty divides them, stay below the bound.
 MISSING_CANDIDATE_SCORE = -3.0e38
 REAL_CANDIDATE_SCORE_BOUND = -1.0e25
-# Of the worst of no hypotheses.
+# The worst score where there are no hypotheses.
 NO_WORST_SCORE = 1.0e9
 
 

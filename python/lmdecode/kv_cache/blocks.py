@@ -18,7 +18,7 @@ _copy = ops.copy_blocks_.default
 _append = ops.block_table_append_.default
 _reorder = ops.block_table_reorder_.default
 
-# Of BlockTable.counters, as in csrc/kv_cache/block_table.h.
+# Places in BlockTable.counters, as in csrc/kv_cache/block_table.h.
 _FREE, _COPIES, _MISSING = 0, 1, 2
 _NO_BLOCK = -1
 
@@ -150,7 +150,7 @@ class BlockTable:
 
     @property
     def table(self) -> Tensor:
-        """``[num_rows, max_blocks_per_row]`` int32, -1 behind a row's last block; a view."""
+        """``[num_rows, max_blocks_per_row]`` int32, -1 after a row's last block; a view."""
         return self._table[: self.num_rows]
 
     @property
@@ -276,7 +276,7 @@ class BlockTable:
         pool : Tensor
             ``[num_blocks, heads, block_size, dim]``.
         length : int, optional
-            Number of positions; None: that of the longest row.
+            Number of positions; None: the longest row's.
 
         Returns
         -------

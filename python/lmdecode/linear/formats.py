@@ -46,7 +46,7 @@ _HEADER_BYTES = 64
 _HEADER_SIZES = slice(24, 40)
 _HEADER_FIELDS = (slice(4, 8), slice(24, 32), slice(32, 40))
 _MAX_FORMAT = 23
-#: The name of a model's format whose weights each have the one that they came in.
+#: The format of a model that keeps each weight in its format of origin.
 AS_IT_IS = "file"
 #: To the ops of whole models: each weight has its own format.
 OWN_FORMATS = -1

@@ -65,7 +65,7 @@ def _visible(positions: Tensor, keys: int, window: int | None, window_right: int
 
 
 def _mask_terms(mask: Tensor, convention: str) -> tuple[Tensor, Tensor]:
-    """Visibility and what is added to the scores."""
+    """Visibility, and the terms added to the scores."""
     if mask.dtype == torch.bool:
         visible = mask if convention == "visible" else ~mask
         return visible, torch.zeros((), dtype=torch.float64)
@@ -81,7 +81,7 @@ def _sequences(
 ) -> list[Tensor]:
     """Queries, keys or values of each sequence in their order, [heads, tokens, size]."""
     if block_table is not None:
-        # Entries of what is behind a sequence's length may be anything.
+        # Entries after a sequence's length may be anything.
         blocks = block_table.long().clamp(0, len(states) - 1)
         return list(states[blocks].transpose(1, 2).flatten(2, 3))
     if indirection is not None:

@@ -116,7 +116,7 @@ class RowProcessors:
         return [ngram[-1] for ngram in ngrams if ngram[:-1] == start]
 
     def looks_at(self, beam_score: float) -> bool:
-        """Whether a row whose beam has this score takes part."""
+        """Whether a row with this beam score takes part."""
         if self.allowed_tokens is None:
             return beam_score > -_INF
         return beam_score > REAL_BEAM_SCORE_BOUND and (
@@ -266,7 +266,7 @@ def log_softmax_top_k(
 def trie_build(sequences: Iterable[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Return a trie in compressed form.
 
-    Nodes are the beginnings of sequences, the short ones first, those of one length in ascending
+    Nodes are the prefixes of sequences, the short ones first, prefixes of one length in ascending
     order; so the children of a node are neighbours.
 
     Parameters

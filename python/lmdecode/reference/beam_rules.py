@@ -114,7 +114,7 @@ class _Slot:
         else:
             if self.dialect == SEARCH_DIALECTS["fairseq"] or not score > worst:
                 return None
-            # The lowest score goes. Of equal ones the earliest ("scorer"), or the last to come.
+            # The lowest score goes: the earliest of equal ones ("scorer"), or the latest.
             order = places if self.dialect == SEARCH_DIALECTS["scorer"] else places[::-1]
             place = min(order, key=self.score_at)
             others = [self.score_at(p) for p in places if p != place]
@@ -125,7 +125,7 @@ class _Slot:
         return place
 
     def fill(self, place: int, tokens: Tensor, beam: int) -> None:
-        """Store the tokens, and what is known of them from running beam `beam`."""
+        """Store the tokens, with the log-probabilities and indices of running beam `beam`."""
         state, slot, length = self.state, self.slot, len(tokens)
         state.hypothesis_lengths[slot, place] = length
         state.hypothesis_sequences[slot, place, :length] = tokens
@@ -396,7 +396,7 @@ def beam_finalize(
                     state.scores[slot.slot] if scores is None else scores[row],
                 )
             ranked += [(slot.score_at(place), number, slot, place) for place in slot.places()]
-        # Of equal scores the last to come is the first ("scorer": it pops from the end).
+        # The latest of equal scores is the first ("scorer" pops from the end).
         if dialect == "scorer":
             ranked.reverse()
         ranked.sort(key=lambda entry: entry[0], reverse=True)

@@ -137,7 +137,7 @@ def chosen_experts(
     """
     values = logits.sigmoid() if config.router == "sigmoid" else logits
     scores = values if choice_bias is None else values + choice_bias
-    # Of equal scores the lower index is first.
+    # The lower index is first among equal scores.
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     indices = order[:, : config.num_chosen].sort(dim=-1).values
     if config.router == "softmax":
@@ -383,7 +383,7 @@ def causal_hidden(
     cache: CausalCache | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return what is behind the final norm of each token of a text: [T, D] in ``dtype``.
+    """Return the output of the final norm for each token of a text: [T, D] in ``dtype``.
 
     The parameters are those of ``causal_logits``.
     """

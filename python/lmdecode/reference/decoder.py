@@ -48,7 +48,7 @@ def residual(
     beta: Tensor | None,
     sublayer: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return x and what a sublayer makes of it, with the norm before that or behind the sum."""
+    """Return x plus a sublayer's output, with the norm before the sublayer or after the sum."""
     if config.norm_first:
         return x + sublayer(normed(config, x, gamma, beta))
     return normed(config, x + sublayer(x), gamma, beta)
@@ -265,7 +265,7 @@ def faster_transformer_decoder(
 
 
 def sinusoid(step: int, size: int) -> Tensor:
-    """Return [size]: the position encoding of a step, counted from 1; 0 behind an odd size."""
+    """Return [size]: the position encoding of a step, counted from 1; 0 after an odd size."""
     half = size // 2
     rates = torch.exp(
         torch.arange(half, dtype=torch.float64) * (-math.log(10000.0) / max(half - 1, 1))

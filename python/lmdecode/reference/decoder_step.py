@@ -1,4 +1,4 @@
-"""The ops of a decoder's step in plain torch: what they do on the CPU, and the tests' oracle.
+"""The ops of a decoder's step in plain torch: their CPU versions, and the tests' oracle.
 
 Layouts of caches are those of ``lmdecode.decoder.state.DecodingCaches``, for one layer; row r of a
 step is cache row r. Products and caches are of one dtype, the residual stream, norms and softmax

@@ -33,7 +33,7 @@ def prompt_lookup(
         return torch.stack(rows) if rows else torch.empty(0, num_tokens, dtype=torch.int64)
     proposed = torch.full((num_tokens,), -1)
     for size in range(min(max_ngram, len(tokens) - 1), 0, -1):
-        windows = tokens[:-1].unfold(0, size, 1)  # each with a token behind it
+        windows = tokens[:-1].unfold(0, size, 1)  # each with a token after it
         places = (windows == tokens[-size:]).all(dim=1).nonzero()
         if len(places):
             first = int(places[0]) + size
@@ -93,7 +93,7 @@ def _next_token(
     rejection: bool,
     draft_row: Tensor | None,
 ) -> tuple[int, int | None]:
-    """Return the next token, and which child it is, None where it is none."""
+    """Return the next token, and the child with that token or None."""
     sequence = sampler.rows[row]
     assert sequence is not None
     drawn = int(left.ids[sampler.draw(row, left)])
@@ -117,7 +117,7 @@ def verify_draft(
 ) -> VerifyOutput:
     """See ``lmdecode.verify_draft``: logits [B, D + 1, V], draft [B, D].
 
-    Logits 0 are those before the draft, logits i + 1 those behind drafted token i. ``parents``
+    Logits 0 are those before the draft, logits i + 1 those after drafted token i. ``parents``
     [B, D] makes the draft a tree: the place of each token's parent, -1 for the root. What is
     accepted, and the token after it, go on with the sequences of ``sampler``.
     """

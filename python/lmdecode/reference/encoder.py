@@ -17,7 +17,7 @@ __all__ = ["encoder_forward"]
 
 
 def _linear_of(weight_format: str) -> Linear:
-    """Return the products of a format; but for float32, what they give is float32."""
+    """Return the products of a format; they return float32, except for the format float32."""
     if weight_format == "float32":
         return F.linear
 

@@ -18,7 +18,7 @@ __all__ = ["dequantize_blocks"]
 # What four bits stand for: in IQ4_NL and IQ4_XS, and in MXFP4 (twice its numbers).
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-# Blocks of 32 that are read together: what is worked out on the way stays in a processor's cache.
+# Blocks of 32 that are read together, so that temporaries stay in the cache.
 _BLOCKS_AT_ONCE = 1 << 13
 
 
@@ -55,7 +55,7 @@ def _q4_1(b: Tensor) -> Tensor:
 
 
 def _five_bits(fifth: Tensor, data: Tensor) -> Tensor:
-    """Of 4 and 16 bytes; bit j of the 32 is that of weight j."""
+    """Take 4 and 16 bytes; bit j of the 32 belongs to weight j."""
     return _bits(data, 16, 4) | _bits(fifth, 1, 1) << 4
 
 

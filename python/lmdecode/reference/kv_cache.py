@@ -90,7 +90,7 @@ def block_table_append_(
     num_tokens: Tensor,
     block_size: int,
 ) -> None:
-    """The op behind ``lmdecode.BlockTable.append``: on lists, written back where it succeeds."""
+    """The op of ``lmdecode.BlockTable.append``, on lists that are written back if it succeeds."""
     refs, free = ref_counts.tolist(), free_blocks[: int(counters[0])].tolist()
     rows = [[block for block in row if block >= 0] for row in block_table.tolist()]
     asked: list[list[int]] = []
@@ -132,7 +132,7 @@ def block_table_reorder_(
     rows: int,
     block_size: int,
 ) -> None:
-    """The op behind ``lmdecode.BlockTable.reorder_``: counts every use of a block anew."""
+    """The op of ``lmdecode.BlockTable.reorder_``: counts every use of a block anew."""
     before, old_lengths = block_table[:rows].clone(), lengths[:rows].clone()
     map_ = parents.long()
     block_table.fill_(-1)

@@ -97,7 +97,7 @@ def quantize_groups(weight: Tensor, group_size: int = 32) -> tuple[Tensor, Tenso
     14 to 17 steps in 17 ways, that with the least squared error. Each of the 17 gives codes, and a
     line through them by least squares; scales and minimums are rounded to float16, and codes are
     made anew by them. The error of a number counts as much as its magnitude and the group's average
-    magnitude together. Sums are those of float32, from the first element on.
+    magnitude together. Sums are float32 ones, from the first element on.
 
     Parameters
     ----------
@@ -254,7 +254,7 @@ def tile_product(x: Tensor, weight: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        float32 ``[rows, out_features]``, the same bits on any machine, those of NaN aside.
+        float32 ``[rows, out_features]``, the same bits on any machine, except in NaN.
     """
     padding = (0, -x.shape[1] % 32)
     a = F.pad(x.bfloat16().float(), padding).view(x.shape[0], 1, -1, 16, 2)

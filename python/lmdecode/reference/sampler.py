@@ -64,7 +64,7 @@ def _ends_with(text: Sequence[int], tokens: Sequence[int]) -> bool:
 
 
 def _biases(row: RowParameters, text: Sequence[int]) -> dict[int, float]:
-    """The f32 sum of the biases of each token: its own first, then those of sequences."""
+    """The f32 sum of the biases of each token: its own first, then the sequences'."""
     sums: dict[int, float] = {}
     for of_sequences in (False, True):
         for tokens, bias in row.logit_bias:
@@ -99,7 +99,7 @@ def repeated_ngrams(text: Sequence[int], size: int) -> set[int]:
 
 
 def dry_lengths(text: Sequence[int], breakers: Iterable[int], allowed: int) -> dict[int, int]:
-    """Of each token the length of the longest repetition that it would go on with.
+    """Return for each token the length of the longest repetition that it would continue.
 
     A repetition is an end of the text that stands earlier in it too; it does not reach over the
     last breaker, and counts from ``allowed`` tokens on. Breakers are never penalised.
@@ -126,7 +126,7 @@ def dry_penalty(multiplier: float, base: float, exponent: int) -> float:
 
 
 def _index(tokens: Iterable[int], vocab: int) -> Tensor:
-    """[N] int64, ascending: those of the tokens that the vocabulary has."""
+    """[N] int64, ascending: the tokens that are in the vocabulary."""
     return torch.tensor(sorted({t for t in tokens if t < vocab}), dtype=torch.int64)
 
 
@@ -299,7 +299,7 @@ class Sampler:
     # --- Sequences ---
 
     def insert(self, row: int, prompt: Any = None, **parameters: Any) -> None:
-        """Start a sequence; what is not named is as the constructor was told."""
+        """Start a sequence; the constructor's parameters are the defaults."""
         if parameters.get("seed") is None:
             parameters["seed"] = (
                 self._seeds[row] if self._seeds else int(torch.randint(0, _SEEDS, (1,)))

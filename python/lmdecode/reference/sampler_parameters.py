@@ -125,7 +125,7 @@ def as_llama_cpp(row: RowParameters) -> RowParameters:
 
 
 def split_rows(values: Mapping[str, Any], batch: int) -> list[dict[str, Any]]:
-    """Give each row its own numbers of what is a list or tensor [batch], and all else as it is."""
+    """Give each row its own number of a list or tensor [batch], and everything else unchanged."""
     rows: list[dict[str, Any]] = [dict(values) for _ in range(batch)]
     for name in NUMBERS:
         value = values.get(name)

@@ -1,4 +1,4 @@
-"""The stages of ``Sampler`` in plain torch: what each leaves of the tokens of one row.
+"""The stages of ``Sampler`` in plain torch: each drops some tokens of one row.
 
 A row is a ``Survivors``: its logits after the edits, the temperature so far, and the ids that are
 left, in order (value descending, then id ascending). A stage takes it and makes it smaller. Sums
@@ -57,7 +57,7 @@ class SamplerDialect:
     stages: list[str]
     filters: DialectRules  # of top-k, top-p and min-p
     keep_ties: bool = False  # of the maximum, where nothing else is kept; and of typical's last key
-    top_h_tokens: int | None = None  # top-h looks at so many first tokens alone
+    top_h_tokens: int | None = None  # top-h reads only this many first tokens
     least_temperature: float = 0.0  # below it a row is greedy
     counts_see_prompt: bool = False  # of the frequency and presence penalties
     allows_end_tokens: bool = False  # a bad word that is just an end token is none
@@ -317,7 +317,7 @@ def xtc(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
 
 
 def mirostat(row: Survivors, p: RowParameters, dialect: SamplerDialect) -> None:
-    """Keep what has a surprise of at most mu bits."""
+    """Keep the tokens with a surprise of at most mu bits."""
     log_bound = log_scalar(total_weight(row)) - p.mu * LN2
     keep_reaching(row, log_bound, False)
 
@@ -340,7 +340,7 @@ _STAGES: dict[str, tuple[_Stage, Callable[[RowParameters], bool]]] = {
 
 
 def adapt(row: Survivors, p: RowParameters) -> Tensor:
-    """Give what is left adaptive-p's logits, and return the probabilities before: [V] float32."""
+    """Give the kept tokens adaptive-p's logits; return the probabilities before: [V] float32."""
     probability = torch.zeros_like(row.y)
     probability[row.kept] = row.weights() / round_to_f32(total_weight(row))
     target = round_to_f32(min(max(2.0 * p.adaptive_target - p.mu, 0.0), 1.0))

@@ -8,7 +8,7 @@ depends on its own row only.
 
 Two things are kept in order throughout. ``kept`` holds the ids of the surviving tokens, largest
 value first and lowest id first among equal values (-0.0 equals +0.0). Every stage takes it and
-returns what is left of it.
+returns the rest.
 """
 
 from __future__ import annotations
@@ -316,43 +316,10 @@ def top_k_top_p_sample(
     return_logprob: bool = False,
     dialect: str = "lmdecode",
 ) -> SampleOutput:
-    """Filter rows of logits and choose a token of each.
+    """See ``lmdecode.top_k_top_p_sample``: the same parameters and the same bits, without checks.
 
-    Gives the same bits as ``lmdecode.top_k_top_p_sample``. Arguments are not checked.
-
-    Parameters
-    ----------
-    logits
-        [B, V] float32, float16 or bfloat16, any strides.
-    top_k
-        int or [B] int32 or int64. Keep the k largest; <= 0 or >= V: off.
-    top_p
-        float or [B]. Keep the smallest prefix whose mass is >= p; >= 1: off, <= 0: one token.
-    q
-        [B, V] float32 exponential noise: the largest weight / (abs(q) + eps) is chosen.
-    min_p
-        float or [B]. Keep probabilities >= min_p times the largest; <= 0: off.
-    temperature
-        float or [B]; 0: the largest logit.
-    seed, position
-        int or [B] int64: internal noise is a function of (seed, position, token). A seed below 0:
-        no noise. An int seed gives every row its own, row 0 the seed itself. None: drawn, one a
-        row, unless there is ``q``, ``greedy``, or a number 0 as the temperature.
-    generator
-        Draws these seeds; torch's own by default.
-    greedy
-        No noise.
-    eps
-        See ``q``.
-    return_logits, return_logprob
-        Ask for ``kept_logits`` and ``logprob``.
-    dialect
-        One of ``lmdecode.sampling.types.DIALECTS``.
-
-    Returns
-    -------
-    SampleOutput
-        On the device of the logits.
+    ``logits`` are [B, V]; parameters may be numbers or [B], and ``q`` is [B, V]. The result is a
+    ``SampleOutput``.
     """
     assert set(DIALECT_RULES) == set(DIALECTS)
     rules = DIALECT_RULES[dialect]

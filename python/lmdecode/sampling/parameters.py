@@ -1,6 +1,6 @@
 """The parameters of sampling by name, for type checkers and editors; ``sampler_rows`` checks them.
 
-They have two forms: numbers of one text, and those of several rows at once.
+They have two forms: numbers of one text, and numbers of several rows at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Biases: TypeAlias = (
 
 
 class FilterParameters(TypedDict, Generic[_Int, _Float], total=False):
-    """Those of ``SamplingParameters`` but for the three that an ``Engine`` has itself."""
+    """``SamplingParameters`` without the three that an ``Engine`` has itself."""
 
     temperature: _Float | None
     top_k: _Int | None

@@ -57,9 +57,8 @@ STAGES = (
 """The columns of ``SamplerOutput.stage_counts``."""
 
 _INF = math.inf
-# Name: what it is where it is off, the least and the largest number. In the order of
-# SamplerIntegers and SamplerNumbers of csrc/sampling/sampler_state.h, but for what a row computes:
-# order (the dialect), seed, keeps_text.
+# Name: the value that is off, the least and the largest number. In the order of SamplerIntegers
+# and SamplerNumbers of csrc/sampling/sampler_state.h, without order, seed, keeps_text.
 _INTEGERS: dict[str, tuple[int, int, int]] = {
     "top_k": (0, ~MAX_INT, MAX_INT),
     "no_repeat_ngram_size": (0, 0, MAX_INT),
@@ -128,7 +127,7 @@ def _check_scalar(name: str, value: Any, where: str) -> int | float:
         return check_int(_OP, where, value, least, most)
     _, low, high = _NUMBERS[name]
     number = check_number(_OP, where, value)
-    # Of what is computed with: a number of float64 may be none of float32.
+    # Check the float32 that is computed with: a finite float64 may be infinite there.
     rounded = _f32(number)
     if name not in _MAY_BE_INFINITE and math.isinf(rounded):
         raise ValueError(f"{_OP}: {where} is {number}; expected a finite number of float32")
@@ -362,7 +361,7 @@ def _of_llama_cpp(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**parameters, "temperature": half, "dynamic_temperature_range": half}
     drops = get("typical_p", 1.0) < 1.0 or get("xtc_probability", 0.0) > 0.0
     if get("temperature", 1.0) == 0.0 and drops:
-        # Behind both, epsilon leaves the first, or two equal ones, of which top-h leaves the first.
+        # After both, epsilon leaves the first, or two equal ones, and top-h the first of these.
         return {**parameters, "temperature": 1.0, "epsilon_cutoff": 0.5, "top_h": 2.0**-100}
     return parameters
 

@@ -80,7 +80,7 @@ class SamplerOutput(NamedTuple):
         As of ``SampleOutput``. Rows without a sequence have index -1, rank 0 and status 8; those
         that CUDA refused have status 16.
     logprob
-        [B] float32. Of the chosen token, by ``logprobs_mode``.
+        [B] float32. Log-probability of the chosen token, by ``logprobs_mode``.
     top_ids, top_logprobs
         [B, num_logprobs] int64 and float32, the best first; -1 and ``-inf`` where there are no
         more.
@@ -113,7 +113,7 @@ class VerifyOutput(NamedTuple):
     num_accepted
         [B] int64. Drafted tokens that were accepted; of a tree, the length of the path.
     tokens
-        [B, D + 1] int64. The accepted tokens and the one behind them, then -1.
+        [B, D + 1] int64. The accepted tokens and the one after them, then -1.
     status
         [B] uint8. The bits of all positions that were looked at.
     path

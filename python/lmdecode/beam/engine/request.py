@@ -283,7 +283,7 @@ class BeamRequest:
 
     @property
     def max_length(self) -> int:
-        """Of the sequences, prompt included."""
+        """Maximum length of the sequences, prompt included."""
         return len(self.prompt_ids) + self.max_new_tokens
 
     @property
@@ -353,7 +353,7 @@ class RequestIds:
         self._numbers = itertools.count()
 
     def check(self, op: str, request: object) -> None:
-        """Raise TypeError for what is no ``BeamRequest``, ValueError for an id that is in use."""
+        """Raise TypeError unless it is a ``BeamRequest``, ValueError if its id is in use."""
         if not isinstance(request, BeamRequest):
             kind = type(request).__name__
             raise TypeError(f"{op}: request is of type {kind}; expected a BeamRequest")
@@ -365,7 +365,7 @@ class RequestIds:
             )
 
     def new(self, request: BeamRequest) -> Hashable:
-        """Return the id that a checked request is to have."""
+        """Return the id for a checked request."""
         if request.request_id is not None:
             return request.request_id
         return next(number for number in self._numbers if number not in self._taken)
@@ -380,7 +380,7 @@ class RequestIds:
 
 
 def position_of_request(op: str, request_id: object, running: Sequence[Hashable]) -> int:
-    """Return where a request is among those that run; raise ValueError where it is not."""
+    """Return the position of a request among the running ones; raise ValueError if it is none."""
     if request_id not in running:
         raise ValueError(
             f"{op}: request_id is {request_id!r}; expected one that is running: {list(running)}"
@@ -389,7 +389,7 @@ def position_of_request(op: str, request_id: object, running: Sequence[Hashable]
 
 
 def check_tokens_of_request(op: str, request: BeamRequest, vocab_size: int) -> None:
-    """Raise ValueError for a token that is to be written, and that the vocabulary does not have."""
+    """Raise ValueError for a token to be written that is not in the vocabulary."""
     forced = (request.forced_bos_token_id, request.forced_eos_token_id)
     for name, tokens in (
         ("prompt_ids", request.prompt_ids),

@@ -26,9 +26,8 @@ def begin_search(
 ) -> None:
     """Begin the search of a request, or of one of its groups, in a slot that has room for it.
 
-    With a slice in all of these: so many searches by the same request.
-
-    Nothing of the slot's last search is left that could be read.
+    A slice begins a search by the same request in each of its slots. Nothing of the slot's last
+    search is left that could be read.
     """
 
     def integers(values: Sequence[int]) -> Tensor:

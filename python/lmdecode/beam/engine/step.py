@@ -89,7 +89,7 @@ class PlannedSearch(NamedTuple):
 class BeamPlan(NamedTuple):
     """The searches of a step, in the order in which they are chosen.
 
-    Those of later groups come after those of earlier ones.
+    Searches of later groups come after searches of earlier ones.
     """
 
     entries: list[PlannedSearch]
@@ -107,7 +107,7 @@ class BeamPlan(NamedTuple):
 
 
 def starts_of(counts: Sequence[int]) -> list[int]:
-    """Return where each of so many things begins, and where the last one ends."""
+    """Return the offsets of consecutive runs of these lengths, with the end of the last."""
     return [0, *itertools.accumulate(counts)]
 
 
@@ -137,7 +137,7 @@ def _check_tensor(
     device: torch.device,
     why: str = "",
 ) -> None:
-    """Refuse what is not a tensor of this kind; a size that is a word may be any."""
+    """Refuse anything but a tensor of this kind; a size given as a word may be any."""
     if not isinstance(tensor, Tensor):
         kind = type(tensor).__name__
         raise TypeError(f"{_OP}: {name} is of type {kind}; expected a tensor")
@@ -264,7 +264,7 @@ class Chooser:
 
 
 def rules_of_plan(plan: BeamPlan, vocab_size: int) -> list[TokenRules]:
-    """Return the rules of each search of a plan; those of a request are made once."""
+    """Return the rules of each search of a plan, which are made once a request."""
     rules = []
     for entry in plan.entries:
         search = entry.search
@@ -297,8 +297,8 @@ class Coverage:
             [entry.search.request.coverage_penalty for entry, _ in rows],
             dtype=torch.float64, device=store.device,
         )  # fmt: skip
-        # [N] of each next beam: its place in the state, its row of the next call, and what takes
-        # the row of the logits that is its parent to one of [W]
+        # [N] of each next beam: its place in the state, its row of the next call, and the offset
+        # from its parent's row of the logits to the row in [W]
         self._next_beams = ints([entry.slot * store.num_beams + beam for _, entry, beam in beams])
         self._next_rows = ints([entry.next_row + beam for _, entry, beam in beams])
         self._shift = ints([starts[i] - entry.first_row for i, entry, _ in beams])
@@ -307,7 +307,7 @@ class Coverage:
     def add(self, attention: Tensor) -> tuple[Tensor, Tensor]:
         """Add a step's attention [rows, source]; return coverage [W, source], bonus [n, beams].
 
-        Of the values alone: the state would otherwise hold the graph of every step's attention.
+        The attention is detached, or the state would hold the graph of every step.
         """
         source = attention.shape[1]
         flat = self._store.coverage.flatten(0, 1)[:, :source]

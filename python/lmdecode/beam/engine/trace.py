@@ -65,7 +65,7 @@ class BeamTrace(NamedTuple):
     candidates : tuple of TracedCandidate
         Best first.
     beams : tuple of TracedBeam
-        After the step, those of score -inf included.
+        After the step, beams of score -inf included.
     hypotheses : tuple of TracedHypothesis
         After the step, in the order of their places.
     done : bool
@@ -95,7 +95,7 @@ def trace_searches(store: BeamSlots, plan: BeamPlan, choice: StepChoice) -> list
 def _candidates(
     candidates: BeamCandidates, decisions: Tensor, entry: PlannedSearch
 ) -> tuple[TracedCandidate, ...]:
-    """Return those of one search: as many as it would have alone, whatever the batch asked for."""
+    """Return one search's candidates: as many as it would have alone, in any batch."""
     count = entry.search.request.num_candidates
     columns = (candidates.scores, candidates.log_probs, candidates.tokens, candidates.beams)
     traced = []

@@ -38,7 +38,7 @@ class Searches:
 
     def __init__(self, slots: int, num_beams: int, device: torch.device | str) -> None:
         self.state = new_beam_state(slots, num_beams, 0, device=device)
-        # Of the hypotheses by slot and place, as the caller gave them: Python objects.
+        # By slot and place of the hypotheses; Python objects, as the caller gave them.
         self.beam_indices: dict[tuple[int, int], Any] = {}
 
     def keep_beam_indices(self, slot: int, place: int, indices: Any) -> None:

@@ -135,7 +135,7 @@ class ConstrainedBeamSearchScorer(BeamScorer):
             [batch, K] float, int64, int64: the candidates, best first; indices are beams of the
             search.
         scores_for_all_vocab : Tensor
-            [batch * num_beams, vocab] float: the score of every token behind every beam.
+            [batch * num_beams, vocab] float: the score of every token after every beam.
         pad_token_id : int, optional
             What a search that is done emits; needed then.
         eos_token_id : int or list of int, optional

@@ -35,7 +35,7 @@ class Position(Protocol):
 
         Where a disjunctive constraint has begun and has several tokens, the banks are what
         transformers makes of them: its copies of the constraint share their path, so each token is
-        added behind those before it.
+        added after the ones before it.
         """
 
 
@@ -102,7 +102,7 @@ class _Progress(NamedTuple):
 
 
 class _Node:
-    """A state with what has been worked out of it; the position of a sequence."""
+    """A state and its cached consequences; the position of a sequence."""
 
     __slots__ = ("_automaton", "_proposals", "bank", "completed", "following", "otherwise", "state")
 
@@ -156,7 +156,7 @@ class _Automaton:
         return node
 
     def _node(self, progress: _Progress) -> _Node:
-        """Return the node of this state, made where there is none."""
+        """Return the node of this state; make it if there is none."""
         node = self._nodes.get(progress)
         if node is not None:
             return node
@@ -182,7 +182,7 @@ class _Automaton:
         fulfilled, begun, pending = node.state
         if token not in node.following:
             if node.otherwise is None:
-                # The constraint that had begun goes behind the others.
+                # The constraint that had begun moves to the end.
                 assert begun is not None
                 node.otherwise = self._node(_Progress(fulfilled, None, (*pending, begun[0])))
             return node.otherwise

@@ -378,7 +378,7 @@ class ConstraintListState:
     def _continue(self, constraint: Constraint, token_id: int) -> tuple[bool, bool]:
         stepped, complete, reset = constraint.update(token_id)
         if reset:
-            # It goes behind the others. The token that broke it is not looked at again.
+            # It moves to the end. The token that broke it is not read again.
             self.pending_constraints.append(constraint.copy())
             self.inprogress_constraint = None
         if complete:

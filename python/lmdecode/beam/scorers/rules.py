@@ -172,7 +172,7 @@ def result_width(
     pad_token_id: int | None,
     end_tokens: Sequence[int],
 ) -> int:
-    """Return the length of the results, with an end token behind the longest if there is room.
+    """Return the length of the results, with an end token after the longest if there is room.
 
     Refuses what cannot be put together.
     """
@@ -223,7 +223,7 @@ def assemble_result(
 
 
 def beam_index_rows(rows: Sequence[Any], sequences: Tensor) -> Tensor | None:
-    """Return the beam indices [len(rows), width] of the results `sequences`, -1 behind the end.
+    """Return the beam indices [len(rows), width] of the results `sequences`, -1 after the end.
 
     None if the first hypothesis has none.
     """
