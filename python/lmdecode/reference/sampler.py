@@ -238,25 +238,7 @@ def softmax_row(x: Tensor) -> Distribution:
 
 
 class Sampler:
-    """See ``lmdecode.Sampler``.
-
-    Parameters
-    ----------
-    batch, vocab
-        Rows, and logits of a row. All rows are active at first, with an empty text.
-    device
-        Where results go.
-    dialect
-        One of ``sampler_stages.SAMPLER_DIALECTS``.
-    logprobs_mode
-        "raw_logprobs" or "processed_logprobs".
-    num_logprobs
-        None: no log-probabilities; n: those of the chosen token, of the n best, and the rank.
-    return_kept_set, return_logits, return_stages
-        Ask for ``kept_set``, ``kept_logits`` and ``stage_counts``.
-    **parameters
-        Those of ``sampler_parameters.RowParameters``; of numbers one for all rows, or one a row.
-    """
+    """See ``lmdecode.Sampler``: the same parameters, by ``sampler_parameters.RowParameters``."""
 
     def __init__(
         self,

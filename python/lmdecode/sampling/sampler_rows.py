@@ -24,6 +24,7 @@ from lmdecode._checks import (
     type_error,
     unknown_parameter,
 )
+from lmdecode.sampling.ops import row_seed
 
 __all__ = [
     "ACTIVE",
@@ -108,7 +109,6 @@ _NOT_WITH_MIROSTAT = (
     "dynamic_temperature_range", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "dry_multiplier",
 )  # fmt: skip
-_SEED_STEP = 0x9E3779B97F4A7C15  # as of an int seed of top_k_top_p_sample
 
 
 def _f32(value: float) -> float:
@@ -303,7 +303,7 @@ def parameters_of_row(checked: Mapping[str, Any], row: int) -> dict[str, Any]:
     own = {}
     for name, value in checked.items():
         if name == "seed" and isinstance(value, int):
-            value = value if value < 0 else (value + row * _SEED_STEP) & MAX_INT
+            value = value if value < 0 else row_seed(value, row)
         elif isinstance(value, list):
             value = value[row]
         own[name] = value
