@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import lmdecode
-from lmdecode.cli import add_commands
+from lmdecode.cli import add_commands, store
 from lmdecode.cli.errors import told
 
 _ELSEWHERE = {
@@ -25,8 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else "info"
     if name == "store":
-        from lmdecode.cli.store import main as store
-
         return store(words[1:])
     if name == "demo":
         from lmdecode.demo.__main__ import main as demo

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import lmdecode
-from lmdecode.cli.talk import Talk, TalkFile
+from lmdecode.cli.chat import Talk, TalkFile
 from tests.cli.talking import KJV, TEMPLATES, chat, model_with_states, saved_model, talk_of
 from tests.support.processes import run_python
 

@@ -14,9 +14,8 @@ import torch
 
 import lmdecode
 from lmdecode.__main__ import main
-from lmdecode.cli import verify, verify_checks, verify_texts
-from lmdecode.cli.random_model import CONTEXT, random_model
-from lmdecode.cli.verify_checks import Checks
+from lmdecode.cli import verify, verify_texts
+from lmdecode.cli.verify import CONTEXT, Checks, random_model
 from lmdecode.decoder.decoding import PackedDecoding
 from lmdecode.decoder.engine.drafts import DraftAsk
 from lmdecode.decoder.engine.lookup_drafts import LookupDrafts
@@ -26,7 +25,7 @@ from tests.cli.talking import ROOT, saved_model
 G2P = ROOT / "examples" / "g2p" / "model"
 LINES = ["alone", "in a batch of 64", "on one thread", "on two threads", "with drafts"]
 STORE = ["from the store after kill -9", "with a byte of the store flipped"]
-LEVELS = verify_checks.levels_here()
+LEVELS = verify.levels_here()
 
 
 def verified(
@@ -168,7 +167,7 @@ def test_levels_are_those_of_machine_and_build(own: str, monkeypatch: pytest.Mon
     """Also where this process was told to use a lower one."""
     monkeypatch.setattr(lmdecode, "cpu_capabilities", lambda: ("default", "avx2", "avx512"))
     monkeypatch.setattr(lmdecode, "cpu_capability", lambda: own)
-    found = verify_checks.levels_here()
+    found = verify.levels_here()
     assert sorted(found) == ["avx2", "avx512", "default"] and found[-1] == own
 
 
@@ -249,14 +248,14 @@ def test_drafts_that_are_never_accepted(
 def test_ops_that_depend_on_threads(
     only: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bits = verify_checks.bits_of_ops
+    bits = verify.bits_of_ops
 
     def on_threads() -> tuple[str, ...]:
         first, *others = bits()
         return (f"{first}{torch.get_num_threads()}", *others)
 
     torch.set_num_threads(2)
-    monkeypatch.setattr(verify_checks, "bits_of_ops", on_threads)
+    monkeypatch.setattr(verify, "bits_of_ops", on_threads)
     only("on one thread", "on two threads")
     found = verified(capsys, status=1)
     assert "  same; WRONG: ops differ: top_k_top_p_sample" in found["on one thread"]

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from lmdecode.serving.grammar_request import (
+from lmdecode.serving.grammar_source import (
     GRAMMAR_FIELDS,
     FieldError,
+    choice,
     grammar_field,
     grammar_of_body,
+    json_object,
+    json_schema,
 )
-from lmdecode.serving.grammar_source import choice, json_object, json_schema
 
 SCHEMA = {"type": "array", "items": {"type": "integer"}}
 GBNF, LARK = 'root ::= "a"', 'start: "a"'

@@ -18,7 +18,7 @@ import pytest
 from lmdecode.serving.grammar import GrammarCompiler
 from lmdecode.serving.tokenizer import Tokenizer
 from lmdecode.serving.tool_calls import FORMATS, ToolFormat
-from lmdecode.serving.tool_grammars import CallForm
+from lmdecode.serving.tools import CallForm
 from tests.serving.grammar_cases import KJV, function
 from tests.serving.test_tool_calls import parsed, streamed
 

@@ -7,11 +7,14 @@ Python's own errors is a line for the user: see ``lmdecode.cli.errors``.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["COMMANDS", "add_commands"]
+from lmdecode.cli.errors import told
+
+__all__ = ["COMMANDS", "add_commands", "store"]
 
 #: What each command does, in the order of ``--help``.
 COMMANDS = {
@@ -36,3 +39,14 @@ def add_commands(commands: argparse._SubParsersAction[Any], name: str) -> None:
             import_module(f"lmdecode.cli.{command}").add_command(commands)
         else:
             commands.add_parser(command, help=about, add_help=False)
+
+
+def store(arguments: Sequence[str]) -> int:
+    """Run ``lmdecode store``, the tools of ``python -m lmdecode.store``; return the exit status."""
+
+    def run() -> int:
+        from lmdecode.store.__main__ import main
+
+        return main(list(arguments), prog="lmdecode store")
+
+    return told("lmdecode store", run)

@@ -17,20 +17,10 @@ from lmdecode.decoder.engine.draft_options import is_padding
 from lmdecode.serving.text_model import TextModel, is_causal
 
 __all__ = [
-    "MODEL_HELP",
-    "add_draft_option",
-    "add_format_options",
-    "add_model_options",
-    "add_sampling_options",
-    "be_quiet",
-    "capacity_of",
-    "check_at_least_1",
-    "drafts_of",
-    "load_chat_model",
-    "load_model",
-    "sampling_of",
-    "set_threads",
-]
+    "MODEL_HELP", "add_draft_option", "add_format_options", "add_model_options",
+    "add_sampling_options", "be_quiet", "capacity_of", "check_at_least_1", "drafts_of",
+    "load_chat_model", "load_model", "sampling_of", "set_threads",
+]  # fmt: skip
 
 MODEL_HELP = "folder or hub id of transformers, GGUF file, or a folder of lmdecode convert"
 # Where a model's generation config has none of them.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lmdecode._checks import check_int, install_hint, type_error
 from lmdecode.serving import grammar_source
-from lmdecode.serving.gbnf_lark import lark_of_gbnf
+from lmdecode.serving.gbnf import lark_of_gbnf
 from lmdecode.serving.grammar_source import GrammarSource, check_lark, check_text
 
 __all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarState"]

@@ -21,15 +21,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lmdecode.serving.errors import BadRequest, RequestError, error_of_step
 
 __all__ = [
-    "EventStream",
-    "JSONAnswer",
-    "KeyCheck",
-    "OriginCheck",
-    "PlainPaths",
-    "read_body",
-    "read_form",
+    "EventStream", "JSONAnswer", "KeyCheck", "OriginCheck", "PlainPaths", "read_body", "read_form",
     "unless_gone",
-]
+]  # fmt: skip
 
 _T = TypeVar("_T")
 _MOST_DISCARDED = 1 << 30

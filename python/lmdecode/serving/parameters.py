@@ -9,7 +9,7 @@ from typing import Any
 from lmdecode._checks import MAX_INT
 from lmdecode.serving.errors import BadRequest, RequestError, reason_of
 from lmdecode.serving.fields import Fields, shown
-from lmdecode.serving.grammar_request import GRAMMAR_FIELDS
+from lmdecode.serving.grammar_source import GRAMMAR_FIELDS
 from lmdecode.serving.tokenizer import Tokenizer
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
-from lmdecode.serving.tool_grammars import tokens_of_words, words_of
+from lmdecode.serving.tools import tokens_of_words, words_of
 
 __all__ = ["ReasoningDelta", "ReasoningFormat", "ReasoningParser"]
 

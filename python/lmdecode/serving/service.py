@@ -16,13 +16,13 @@ from lmdecode.quality import token_logprobs
 from lmdecode.serving.errors import BadRequest, RequestError, error_of_engine, reason_of
 from lmdecode.serving.fields import Fields
 from lmdecode.serving.grammar import CompiledGrammar, GrammarCompiler
-from lmdecode.serving.grammar_request import (
+from lmdecode.serving.grammar_source import (
     GRAMMAR_FIELDS,
     FieldError,
+    GrammarSource,
     grammar_field,
     grammar_of_body,
 )
-from lmdecode.serving.grammar_source import GrammarSource
 from lmdecode.serving.messages import joined_parts
 from lmdecode.serving.parameters import NAMES
 from lmdecode.serving.reasoning import ReasoningFormat
