@@ -21,18 +21,9 @@ __all__ = ["Answer", "answer"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said.
+    """A model's answer: its text, and its tokens with the end token, if there is one.
 
-    Attributes
-    ----------
-    text : str
-        All of it.
-    tokens : list of int
-        With the end token, if there is one.
-    finish_reason : str
-        "stop", "length" or "cancelled".
-    stats : RequestStats
-        Counts and times.
+    ``finish_reason`` is "stop", "length" or "cancelled".
     """
 
     text: str
@@ -73,22 +64,9 @@ def answer(
 ) -> Answer:
     """Generate an answer. Ctrl-C ends it, and what has come by then is kept.
 
-    Parameters
-    ----------
-    engine
-        Its thread must run.
-    model
-        Of the engine.
-    prompt
-        Tokens.
-    arguments
-        Of ``Engine.submit``.
-    on_text
-        Is called with each piece of the text.
-    stops
-        Texts that end the answer.
-    kept_special_ids
-        Special tokens that are written.
+    The engine's thread must run. ``arguments`` are for ``Engine.submit``, ``on_text`` is called
+    with each piece of the text, ``stops`` are texts that end it, and ``kept_special_ids`` special
+    tokens that are written.
     """
     requests: list[Request] = []
     writer = AnswerWriter(model.tokenizer, stops=stops, kept_special_ids=kept_special_ids)

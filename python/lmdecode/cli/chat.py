@@ -52,18 +52,10 @@ def prompt_of(model: TextModel, messages: Sequence[Message], *, asks: bool = Tru
 
 
 class TalkFile:
-    """Where the messages of a talk are kept. One process has it; others read it.
+    """The file with the messages of a talk. One process has it; others read it.
 
-    Parameters
-    ----------
-    folder : path
-        Of all talks.
-    name : str
-        Of the talk.
-    key : str
-        Of the model: talks of one name with several models are several.
-    title : str
-        Of the model, for people.
+    ``key`` is the model's: talks of one name with several models are several. ``title`` names the
+    model for people.
     """
 
     def __init__(self, folder: Path, name: str, key: str, title: str) -> None:
@@ -102,12 +94,9 @@ class TalkFile:
             self._lock = None
 
     def read(self) -> list[Message]:
-        """Return the messages, none where there is no such talk.
+        """Return the messages, none if there is no such talk.
 
-        Raises
-        ------
-        ValueError
-            The file is damaged, or of a later version.
+        Raises ValueError if the file is damaged, or of a later version.
         """
         try:
             text = self.path.read_text(encoding="utf-8")
@@ -168,15 +157,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class Talk:
-    """Messages of a talk, in order, and where they are kept.
-
-    Parameters
-    ----------
-    messages
-        That were said before.
-    file
-        None: they are not kept.
-    """
+    """Messages of a talk, in order, and the file that keeps them, if any does."""
 
     def __init__(self, messages: Sequence[Message] = (), file: TalkFile | None = None) -> None:
         self.messages = list(messages)
@@ -323,33 +304,12 @@ def talk(
     stops: list[str] | None = None,
     drafts: dict[str, Any] | None = None,
 ) -> None:
-    """Talk until the end of the input.
+    """Talk until the end of the input; raise CommandError if the store cannot be used.
 
-    Parameters
-    ----------
-    model
-        A decoder-only one.
-    title
-        What the model is called here.
-    path
-        Folder of talks, which is made.
-    session
-        Name of the talk.
-    arguments
-        Of ``Engine.submit``.
-    capacity
-        The most tokens of the talk.
-    system
-        The system message; None: that of the talk.
-    stops
-        Texts that end an answer.
-    drafts
-        Arguments of ``Decoding.engine``.
-
-    Raises
-    ------
-    CommandError
-        The store cannot be used.
+    The model is a decoder-only one, named ``title`` here. The folder ``path`` of talks is made;
+    ``session`` is the talk's name. ``arguments`` are for ``Engine.submit``, ``drafts`` for
+    ``Decoding.engine``; ``capacity`` is the most tokens of the talk, and ``system`` replaces its
+    system message. ``stops`` are texts that end an answer.
     """
     fingerprint = model.decoding.fingerprint(model.tokenizer)
     about = ", ".join([fingerprint.model_id, *fingerprint.layout.split("/")[1:]])

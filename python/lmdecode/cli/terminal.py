@@ -17,10 +17,7 @@ _CLEAR = "\r\x1b[2K"
 class Busy:
     """A line of a terminal that says what is being done, and for how long, until ``end``.
 
-    Parameters
-    ----------
-    text : str or callable
-        What is being done; a function is asked each time the line is written.
+    A callable text is asked each time the line is written.
     """
 
     def __init__(self, text: str | Callable[[], str]) -> None:

@@ -46,12 +46,7 @@ _BASE = 10000.0  # of the rotary embedding
 def random_model(dtype: str, cache_dtype: str | None = None, seed: int = 0) -> Decoding:
     """Return a model whose layers are as Mistral's, one of them with a window.
 
-    Parameters
-    ----------
-    dtype, cache_dtype
-        As of ``Decoding``.
-    seed
-        Of the weights, which are the same on every machine with this torch.
+    Its weights are the same on every machine with this torch.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -102,18 +97,10 @@ class NotChecked(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """What a check found.
+    """The result of a check: digests, and a digest's name in ``kinds``.
 
-    Attributes
-    ----------
-    bits, expected
-        Digests; None: these are what others are compared with.
-    kinds
-        What each digest is of.
-    note
-        What else is told.
-    fault
-        What is wrong though the bits may be the same.
+    ``expected`` is None for digests that others are compared with. ``fault`` says what is wrong
+    though the bits may be the same.
     """
 
     bits: Bits
@@ -130,18 +117,10 @@ class Found:
 
 
 class Checks:
-    """The checks of a model; what several lines need is computed once.
+    """The checks of a model and its texts; results that several lines need are computed once.
 
-    Parameters
-    ----------
-    decoding
-        The model.
-    texts
-        What it writes.
-    folder
-        For what processes read and write.
-    saved
-        The model's folder, where ``Decoding.load`` takes it.
+    Processes read and write in ``folder``. ``saved`` is the model's folder, where ``Decoding.load``
+    takes it.
     """
 
     def __init__(self, decoding: Decoding, texts: Texts, folder: Path, saved: Path | None) -> None:

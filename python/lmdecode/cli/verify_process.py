@@ -39,17 +39,7 @@ _CAPACITY_BYTES = 1 << 36  # what is written is far less
 
 @dataclass(frozen=True)
 class Plan:
-    """What a process needs to write the same texts.
-
-    Attributes
-    ----------
-    model
-        A folder of ``Decoding.save``.
-    cache_dtype
-        As of ``Decoding``.
-    tokens, context
-        As of ``Texts``.
-    """
+    """A model in a folder of ``Decoding.save``, and arguments of ``Texts``, for another process."""
 
     model: str
     cache_dtype: str
@@ -175,13 +165,7 @@ def _failure(process: subprocess.Popen[str], errors: IO[str]) -> ProcessError:
 def process_facts(
     task: str, plan: Path, *arguments: object, **environment: str
 ) -> list[dict[str, Any]]:
-    """Run a task of this module, and return what it tells.
-
-    Raises
-    ------
-    ProcessError
-        It failed.
-    """
+    """Run a task of this module, and return its facts; raise ProcessError if it failed."""
     with _started(task, plan, *arguments, **environment) as (process, errors):
         found = list(_facts(process))
         if process.wait() != 0 or not found:
@@ -190,16 +174,11 @@ def process_facts(
 
 
 class AfterKill(NamedTuple):
-    """What a new process found in the store of one that was killed.
+    """Results of a new process with the store of one that was killed.
 
-    Attributes
-    ----------
-    stored
-        Of each prompt: how many tokens the writer knew to be stored; 0: it did not come so far.
-    whole, broken
-        What was written with the store, and with a copy in which a byte is flipped; or why not.
-    damaged
-        The number of the prompt whose keys have the flipped byte.
+    ``stored`` has how many tokens of each prompt the writer knew to be stored, 0 where it did not
+    come so far. ``whole`` and ``broken`` are the texts written with the store, and with a copy in
+    which a byte of the keys of prompt ``damaged`` is flipped; or the error.
     """
 
     stored: tuple[int, ...]
@@ -236,16 +215,9 @@ def _slots(memory: mmap.mmap) -> Iterator[tuple[int, int, tuple[int, ...], int]]
 
 
 def _flip_a_byte(folder: Path, prompt: Sequence[int], token_bytes: int) -> None:
-    """Flip a bit in the last key of the first layer of a stored prompt.
+    """Flip a bit in the last key of the first layer of a prompt, as far as it is stored.
 
-    Parameters
-    ----------
-    folder
-        Of the store.
-    prompt
-        As far as it is stored.
-    token_bytes
-        Of a token's keys in a layer.
+    ``token_bytes`` is the size of a token's keys in a layer.
     """
     for path in sorted(folder.glob("*/slab-*")):
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
@@ -267,26 +239,9 @@ def after_kill(
 ) -> AfterKill | None:
     """Kill a process that stores prompts, and let another one go on, also with a flipped byte.
 
-    Parameters
-    ----------
-    plan
-        The file of a ``Plan``.
-    prompts
-        Of the requests that are compared.
-    token_bytes
-        Of a token's keys in a layer.
-    folder
-        For the stores.
-
-    Returns
-    -------
-    AfterKill
-        None: no prompt was stored.
-
-    Raises
-    ------
-    ProcessError
-        A process failed.
+    ``plan`` is the file of a ``Plan``, ``folder`` is for the stores, and ``token_bytes`` is the
+    size of a token's keys in a layer. Returns None if no prompt was stored; raises ProcessError if
+    a process failed.
     """
     killed, damaged = folder / "killed", folder / "damaged"
     stored = _kill_a_writer(plan, killed, len(prompts))

@@ -75,16 +75,9 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """What came of requests.
+    """A digest of each request, and the tokens of each prompt that came from a store.
 
-    Attributes
-    ----------
-    bits
-        A digest for each.
-    cached
-        Tokens of each prompt that came from a store.
-    drafted, accepted
-        Tokens that were drafted for all of them and their company, and those that were right.
+    ``drafted`` and ``accepted`` count tokens of all requests and their company.
     """
 
     bits: Bits
@@ -94,21 +87,9 @@ class Written:
 
 
 class Texts:
-    """The requests, made of the tokens of a text.
+    """Requests with prompts cut from the tokens of a text, round and round, for a model's context.
 
-    Parameters
-    ----------
-    tokens
-        What prompts are cut from, round and round: ids, at least one.
-    context
-        The most tokens that a text may have.
-
-    Attributes
-    ----------
-    compared
-        Requests whose bits are compared.
-    company
-        Those that fill the batch.
+    The bits of ``compared`` are compared; ``company`` fills the batch.
     """
 
     def __init__(self, tokens: Sequence[int], context: int) -> None:
@@ -183,13 +164,7 @@ def _capacity(requests: Sequence[Asked]) -> int:
 
 
 def write_alone(decoding: Decoding, requests: Sequence[Asked], **options: Any) -> Written:
-    """Have each request written by an engine that has no other.
-
-    Parameters
-    ----------
-    options
-        As of ``Decoding.engine``.
-    """
+    """Write each request by an engine that has no other; options as of ``Decoding.engine``."""
     bits, cached, drafted, accepted = [], [], 0, 0
     for asked in requests:
         with decoding.engine(

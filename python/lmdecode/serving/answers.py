@@ -17,14 +17,7 @@ __all__ = ["Envelope", "Usage", "chat_logprobs", "completion_logprobs"]
 
 @dataclass
 class Usage:
-    """Counts of tokens of one request.
-
-    Attributes
-    ----------
-    prompt, cached, completion : int
-        Tokens of the prompts; those that were not computed, as keys and values were there; tokens
-        of the answers.
-    """
+    """Token counts of a request: of its prompts, how many of these were cached, of its answers."""
 
     prompt: int = 0
     cached: int = 0
@@ -43,18 +36,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all pieces of an answer have in common.
+    """The fields that all pieces of an answer share.
 
-    Attributes
-    ----------
-    kind : str
-        Of the object: "chat.completion", "chat.completion.chunk" or "text_completion".
-    prefix : str
-        Of its id.
-    model : str
-        Name of the model.
-    fingerprint : str
-        Of the model and its format.
+    ``kind`` is "chat.completion", "chat.completion.chunk" or "text_completion"; ``prefix`` begins
+    the id, and ``fingerprint`` names the model and its format.
     """
 
     kind: str

@@ -51,33 +51,12 @@ _Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Application:
-    """Endpoints over a model, which may still be loading.
+    """Endpoints over a model, which may still be loading: ``app`` is the ASGI application.
 
-    Parameters
-    ----------
-    name : str
-        Of the model, as clients call it.
-    speech_name : str, optional
-        Of the model of speech; None: the same.
-    api_key : str, optional
-        Requests must have it; None: anybody may ask.
-    cors_origins : sequence of str
-        Web pages of these origins may ask; none by default.
-    max_body_bytes, max_audio_bytes, body_seconds : int, int, float
-        Limits of a request's body.
-    has_page : bool
-        Whether ``/`` is a page to chat.
-
-    Attributes
-    ----------
-    service : Service or None
-        The model of text; None: there is none.
-    speech : SpeechService or None
-        The model of speech; None: there is none. While there is neither, requests get status 503.
-    is_stopping : bool
-        Whether new requests get status 503.
-    app : Starlette
-        The ASGI application.
+    ``service`` has the model of text and ``speech`` the model of speech; requests get status 503
+    while both are None, and once ``is_stopping`` is true. ``speech_name`` is ``name`` where it is
+    none, an ``api_key`` of None admits anybody, and web pages of ``cors_origins`` may ask. The
+    limits are of a request's body; with ``has_page``, ``/`` is a page to chat.
     """
 
     def __init__(

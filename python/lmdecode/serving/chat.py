@@ -91,18 +91,8 @@ class _Message:
 class Chat:
     """A checked request of a chat.
 
-    Attributes
-    ----------
-    job : Job
-        For the service.
-    prompt : str
-        The rendered messages.
-    tools : list of dict or None
-        Tools that the model may call; None: calls are not looked for.
-    is_parallel : bool
-        Whether there may be several calls.
-    is_named : bool
-        Whether the request names the tool, whose call is no choice of the model then.
+    With ``tools`` of None calls are not looked for. ``is_parallel`` allows several calls;
+    ``is_named``: the request names the tool, so its call is no choice of the model.
     """
 
     service: Service
@@ -116,13 +106,7 @@ class Chat:
 
     @classmethod
     async def of(cls, fields: Fields, service: Service) -> Chat:
-        """Check a body.
-
-        Raises
-        ------
-        BadRequest
-            Names the field, what came and what was expected.
-        """
+        """Check a body; raise ``BadRequest``, which names the field."""
         check_names(fields, _FIELDS, _REFUSED)
         if fields.get("modalities") not in (None, ["text"]):
             raise fields.error("modalities", "['text']")
@@ -284,10 +268,7 @@ async def prompt_of(
 ) -> tuple[str, list[dict[str, Any]] | None, GrammarSource | None]:
     """Return the rendered messages of a body, its tools, and the grammar of calls.
 
-    Raises
-    ------
-    BadRequest
-        Names the field, what came and what was expected.
+    Raises ``BadRequest``, which names the field.
     """
     messages = read_messages(fields)
     tools, calls = _tools(fields, service)

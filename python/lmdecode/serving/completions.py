@@ -27,16 +27,8 @@ _DEFAULT_TOKENS = 16  # OpenAI's
 class Completion:
     """A checked request of completions.
 
-    Attributes
-    ----------
-    job : Job
-        For the service.
-    echoes : list of Piece
-        What answers begin with, one for each prompt: its text, if it is to be part of the answers.
-    is_scored : bool
-        Whether log-probabilities of the prompts' tokens are asked for: see ``score``.
-    is_empty : bool
-        Whether no token is asked for: the prompts are the answers.
+    ``echoes`` has the text of each prompt that is to be part of its answers. ``is_scored``:
+    log-probabilities of the prompts are asked for, see ``score``; ``is_empty``: no token is.
     """
 
     service: Service
@@ -48,13 +40,7 @@ class Completion:
 
     @classmethod
     async def of(cls, fields: Fields, service: Service) -> Completion:
-        """Check a body.
-
-        Raises
-        ------
-        BadRequest
-            Names the field, what came and what was expected.
-        """
+        """Check a body; raise ``BadRequest``, which names the field."""
         check_names(fields, _FIELDS, _REFUSED)
         model = service.model
         parameters = read_parameters(
@@ -90,13 +76,7 @@ class Completion:
         return cls(service, job, echoes, is_scored, is_empty, envelope)
 
     async def score(self) -> None:
-        """Give what the answers begin with its log-probabilities.
-
-        Raises
-        ------
-        RequestError
-            See ``Service.scores_of``.
-        """
+        """Add log-probabilities to the echoes; raises as ``Service.scores_of`` does."""
         scores = await self.service.scores_of(self.job.prompts, self.job.logprobs or 0)
         for echo, items in zip(self.echoes, scores, strict=True):
             writer = AnswerWriter(self.service.model.tokenizer)

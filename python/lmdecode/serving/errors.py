@@ -36,19 +36,10 @@ def error_body(
 
 
 class RequestError(Error):
-    """A request that gets no answer.
+    """A request that gets no answer, with HTTP's ``status``.
 
-    Parameters
-    ----------
-    status : int
-        Of HTTP.
-    message : str
-        What came and what was expected. It may hold any length of input, or the message of another
-        program: of more than 200 characters those in the middle are left out.
-    param, code : str, optional
-        The field of the body, and OpenAI's word for the error.
-    headers : mapping of str to str, optional
-        Of the response.
+    ``param`` is the field of the body, and ``code`` OpenAI's word for the error. A message of more
+    than 200 characters, as one that holds input may have, loses those in the middle.
     """
 
     def __init__(
@@ -87,12 +78,8 @@ def reason_of(error: Exception) -> str:
 def error_of_engine(error: Exception, names: Mapping[str, str]) -> BadRequest:
     """Return the error of a request whose arguments an ``Engine`` refused.
 
-    Parameters
-    ----------
-    error
-        Begins with the op and names the argument: "Engine.submit: top_p is 3; expected ...".
-    names
-        Argument to field of the body.
+    The engine's error begins with the op and names the argument, as in "Engine.submit: top_p is 3;
+    expected ..."; ``names`` maps arguments to fields of the body.
     """
     message = reason_of(error)
     argument = message.split(" ", 1)[0].split("[", 1)[0]

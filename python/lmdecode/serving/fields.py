@@ -28,10 +28,7 @@ def _no_number(name: str) -> Any:
 def body_of(data: bytes) -> Any:
     """Parse the JSON body of a request.
 
-    Raises
-    ------
-    BadRequest
-        It is not JSON, or has a lone surrogate, which no tokenizer accepts.
+    Raises ``BadRequest`` if it is no JSON, or has a lone surrogate, which no tokenizer accepts.
     """
     try:
         # Strictly: of bytes json takes lone surrogates, and UTF-16.
@@ -47,18 +44,7 @@ def body_of(data: bytes) -> Any:
 
 
 class Fields:
-    """The fields of one body. A field whose value is null counts as absent.
-
-    Parameters
-    ----------
-    body
-        The parsed JSON.
-
-    Raises
-    ------
-    BadRequest
-        The body is no object.
-    """
+    """The fields of one body; ``BadRequest`` if it is no object. A null field counts as absent."""
 
     def __init__(self, body: Any) -> None:
         if not isinstance(body, Mapping):

@@ -332,14 +332,9 @@ _WORK = 500_000  # steps for terminals, and for what may follow: then they are t
 def lark_of_gbnf(
     text: str, token_of: Callable[[str], int | None], vocab: int, special: Collection[int]
 ) -> str:
-    """Return a grammar in Lark whose texts are those of one in GBNF.
+    """Return a grammar in Lark that allows the texts of one in GBNF; see ``rules_of``.
 
-    Parameters
-    ----------
-    text, token_of, vocab
-        As ``rules_of`` has them.
-    special : collection of int
-        Tokens that are no text: the grammar has those that it names alone.
+    ``special`` are tokens without text: the grammar has only those that it names.
     """
     writer = _Writer(rules_of(text, token_of, vocab), special)
     rules = writer.rules()
@@ -351,26 +346,12 @@ def lark_of_gbnf(
 
 
 class _Terminal(NamedTuple):
-    """A part without recursion: a regular expression, and its characters by their places.
+    """A part without recursion: a regular expression for Rust's crate ``regex``, and its places.
 
-    Counts of repetitions are in the regular expression alone.
-
-    Attributes
-    ----------
-    regex : str
-        In the syntax of Rust's crate ``regex``.
-    nested : int
-        Brackets in one another.
-    is_nullable : bool
-        Whether it allows the empty text.
-    sets : list of int
-        The characters of each place, as bits.
-    first, last : list of int
-        Places where a text may begin and end.
-    next : list of set of int
-        Places behind each.
-    begins : list of int
-        First places of the parts of a row.
+    ``sets`` has the characters of each place as bits, ``next`` the places that may follow each,
+    ``first`` and ``last`` the places where a text may begin and end, and ``begins`` the first
+    places of the parts of a row. Counts of repetitions are in the regular expression alone.
+    ``nested`` is the depth of brackets, and ``is_nullable`` whether the empty text is allowed.
     """
 
     regex: str

@@ -53,20 +53,10 @@ class GrammarState:
         self._has_ended = False
 
     def fill_bitmask(self, bitmask: Tensor) -> None:
-        """Write the allowed next tokens.
+        """Write the allowed next tokens into a contiguous [ceil(V / 32)] int32 of the CPU.
 
-        Parameters
-        ----------
-        bitmask : Tensor
-            [ceil(V / 32)] int32 of the CPU, without gaps; bit t % 32 of word t // 32 is set for
-            token t.
-
-        Raises
-        ------
-        RuntimeError
-            The grammar needs too much memory or time from here on.
-        ValueError
-            ``bitmask`` is another tensor.
+        Bit t % 32 of word t // 32 is set for token t. Raises ValueError for another tensor, and
+        RuntimeError where the grammar needs too much memory or time from here on.
         """
         if self._has_ended:
             bitmask.zero_()
@@ -85,14 +75,8 @@ class GrammarState:
     def accept_token(self, token: int) -> None:
         """Advance by a token.
 
-        Raises
-        ------
-        ValueError
-            It is none that the grammar allows here, or no number of one.
-        TypeError
-            It is no int.
-        RuntimeError
-            The grammar needs too much memory or time from here on.
+        Raises ValueError if the grammar does not allow it here, TypeError if it is no int, and
+        RuntimeError where the grammar needs too much memory or time from here on.
         """
         token = check_int(_STATE, "token", token, 0, self._grammar.vocab_size - 1)
         if token in self._ends and (self._has_ended or self._matcher.is_accepting()):
@@ -123,15 +107,9 @@ _BIT = [1 << bit for bit in range(31)] + [-(1 << 31)]
 class CompiledGrammar:
     """A grammar that any number of texts may follow; ``GrammarCompiler`` makes it.
 
-    Attributes
-    ----------
-    vocab_size, words : int
-        V, and ceil(V / 32).
-    eos_token_ids : frozenset of int
-        Tokens that end a text.
-    is_spent : bool
-        Whether a text came to a limit. Texts share the states of llguidance's lexer, so the others
-        fail there as well: the next ones need the grammar compiled anew.
+    ``vocab_size`` is V and ``words`` ceil(V / 32). ``is_spent``: a text reached a limit. Texts
+    share the states of llguidance's lexer, so the others fail there as well: the next ones need the
+    grammar compiled anew.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -148,25 +126,11 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a tokenizer. Any thread may use it.
+    """Compiles grammars for a tokenizer, and keeps the last ``max_cached``. Any thread may use it.
 
-    Parameters
-    ----------
-    tokenizer : lmdecode.serving.Tokenizer
-        Whose tokens they are.
-    vocab_size : int
-        V, the size of the model's logits. Tokens that the tokenizer does not have are forbidden.
-    eos_token_ids : iterable of int
-        Tokens that end a text, at least one.
-    max_cached : int
-        How many compiled grammars are kept.
-
-    Raises
-    ------
-    ImportError
-        The package ``llguidance`` is missing (``pip install "lmdecode[serve]"``).
-    ValueError, TypeError
-        Names what does not fit.
+    ``vocab_size`` is V, the size of the model's logits; tokens that the tokenizer does not have are
+    forbidden. Raises ImportError without the package ``llguidance`` (``pip install
+    "lmdecode[serve]"``), and ValueError or TypeError for arguments that do not fit.
     """
 
     def __init__(
@@ -234,21 +198,11 @@ class GrammarCompiler:
         return self.compile(grammar_source.choice(choices))
 
     def compile(self, source: GrammarSource, *, prefix: str = "") -> CompiledGrammar:
-        """Return a compiled grammar, which may be one that has been compiled before.
+        """Return a compiled grammar, which may be a cached one.
 
-        Parameters
-        ----------
-        source : GrammarSource
-            The grammar.
-        prefix : str
-            Rules of Lark, one of them ``prefix``, for what stands before it:
-            see ``ReasoningFormat.grammar_prefix``. Empty: nothing does.
-
-        Raises
-        ------
-        ValueError
-            The grammar is wrong, has a keyword that cannot be kept, or is too large. One line says
-            why.
+        ``prefix`` has rules of Lark, one of them ``prefix``, for the text before the grammar's: see
+        ``ReasoningFormat.grammar_prefix``. Raises ValueError, in one line, if the grammar is wrong,
+        too large, or has a keyword that cannot be kept.
         """
         key = (source, prefix)
         with self._lock:

@@ -42,16 +42,7 @@ _QUOTED = re.compile(
 
 
 class GrammarSource(NamedTuple):
-    """A grammar as text.
-
-    Attributes
-    ----------
-    kind : str
-        ``"json_schema"``, ``"regex"``, ``"lark"``, ``"gbnf"``, or ``"calls"``: Lark of
-        ``ToolFormat.grammar``.
-    text : str
-        What it says, of at most 256 KiB.
-    """
+    """A grammar as text, of at most 256 KiB. The kind "calls" is Lark of ``ToolFormat.grammar``."""
 
     kind: Literal["json_schema", "regex", "lark", "gbnf", "calls"]
     text: str
@@ -93,13 +84,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def choice(choices: Sequence[str]) -> GrammarSource:
-    """Return the grammar of some texts.
-
-    Raises
-    ------
-    TypeError, ValueError
-        They are no sequence of str, there are none, or one is empty.
-    """
+    """Return the grammar of some texts; TypeError or ValueError if one is empty or no str."""
     if isinstance(choices, str) or not isinstance(choices, Sequence):
         raise TypeError(f"choices are of type {type(choices).__name__}; expected a list of str")
     if not choices:
@@ -120,26 +105,16 @@ def literal(text: str) -> str:
 def schema_text(
     schema: Any, *, strict: bool = True, space: str = SPACE, is_closed: bool = False
 ) -> str:
-    """Return a JSON schema as the compiler takes it, and after ``%json`` in Lark.
+    """Return a JSON schema, or its JSON, as the compiler takes it, and after ``%json`` in Lark.
 
-    Parameters
-    ----------
-    schema : dict, bool or str
-        The schema, or its JSON. Its keys of ``properties`` are written in their order.
-    strict : bool
-        Whether a keyword that cannot be kept is an error. False: it is left out, and ``oneOf`` is
-        ``anyOf``.
-    space : str
-        A regular expression of what may be between the parts of JSON: ``SHORT_SPACE`` in calls of
-        tools, empty for nothing.
-    is_closed : bool
-        Whether an object that names its keys has no others where it does not say so.
+    Keys of ``properties`` are written in their order. ``strict``: a keyword that cannot be kept is
+    an error, else it is left out, and ``oneOf`` is ``anyOf``. ``space`` is a regular expression for
+    the space between the parts of JSON. ``is_closed``: an object that names its keys has no others
+    unless it says so.
 
-    Raises
-    ------
-    TypeError, ValueError
-        It is no schema, or too large: 256 KiB, 60 levels, 20,000 values and 2,000 properties are
-        the most, and 10,000 the least common multiple of all ``multipleOf``.
+    Raises TypeError or ValueError if it is no schema or too large: 256 KiB, 60 levels, 20,000
+    values and 2,000 properties are the most, and 10,000 the least common multiple of all
+    ``multipleOf``.
     """
     if isinstance(schema, str):
         check_text("the schema", schema)
@@ -327,15 +302,7 @@ def _size_of(name: str, bodies: dict[str, str], sizes: dict[str, int], open_: se
 
 
 class FieldError(ValueError):
-    """A field of a request that does not fit.
-
-    Attributes
-    ----------
-    param : str
-        Its name, such as ``"response_format.json_schema.schema"``.
-    sentence : str
-        What is wrong, with its name.
-    """
+    """A field of a request that does not fit; ``sentence`` is the message with the field's name."""
 
     def __init__(self, param: str, message: str, between: str = " ") -> None:
         super().__init__(f"{param}: {message}")
@@ -474,22 +441,9 @@ GRAMMAR_FIELDS = tuple(_FIELDS)
 
 
 def grammar_of_body(fields: Mapping[str, Any]) -> GrammarSource | None:
-    """Return the grammar that a request asks for.
+    """Return the grammar that a body's ``GRAMMAR_FIELDS`` ask for; None: the answer is free.
 
-    Parameters
-    ----------
-    fields : mapping
-        Fields of the request's body; those of ``GRAMMAR_FIELDS`` are read. None is no field.
-
-    Returns
-    -------
-    GrammarSource or None
-        What ``GrammarCompiler.compile`` takes. None: the answer is free.
-
-    Raises
-    ------
-    FieldError
-        Names the field; also where two fields ask for a grammar.
+    Raises ``FieldError``, also where two fields ask for a grammar. A field of None is absent.
     """
     found = _sources(fields)
     if len(found) > 1:

@@ -53,19 +53,8 @@ class JSONAnswer(Response):
 async def read_body(request: Request, most: int, seconds: float) -> bytes:
     """Return the body of a request.
 
-    Parameters
-    ----------
-    request
-        Of the client.
-    most
-        Bytes that it may have.
-    seconds
-        Within which it must be here.
-
-    Raises
-    ------
-    RequestError
-        Status 413 or 408.
+    Raises ``RequestError`` with status 413 for more than ``most`` bytes, and with 408 where they
+    take longer than ``seconds``.
     """
     parts, count = [], 0
     try:
@@ -89,10 +78,7 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
 async def read_form(request: Request, most: int, seconds: float) -> list[tuple[str, str | bytes]]:
     """Return the parts of a form, of which at most one is a file: texts, and bytes of the file.
 
-    Raises
-    ------
-    RequestError
-        It is no form, too large or too slow: status 400, 413 or 408.
+    Raises ``RequestError`` with status 400, 413 or 408: no form, too large, too slow.
     """
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise BadRequest("body", "the body is no form; expected multipart/form-data")
@@ -120,13 +106,7 @@ async def _gone(receive: Receive) -> None:
 
 
 async def unless_gone(receive: Receive, answer: Awaitable[_T]) -> _T:
-    """Return an answer, which is cancelled if its client goes away.
-
-    Raises
-    ------
-    ClientDisconnect
-        The client has gone.
-    """
+    """Return an answer; cancel it and raise ``ClientDisconnect`` if its client goes away."""
     writing = asyncio.ensure_future(answer)
     listening = asyncio.create_task(_gone(receive))
     try:
@@ -144,12 +124,7 @@ async def unless_gone(receive: Receive, answer: Awaitable[_T]) -> _T:
 class EventStream(Response):
     """Server-sent events, one for each body, and ``[DONE]`` at the end.
 
-    Parameters
-    ----------
-    events
-        The bodies.
-    close
-        Called at the end, also when the client goes away.
+    ``close`` is called at the end, also when the client goes away.
     """
 
     media_type = "text/event-stream"
@@ -189,11 +164,6 @@ class PlainPaths:
     """Takes a path with slashes twice, or with one at its end, as the path without.
 
     Clients put them there where they join an address that ends with a slash.
-
-    Parameters
-    ----------
-    app
-        The application behind it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -208,16 +178,9 @@ class PlainPaths:
 
 
 class KeyCheck:
-    """Refuses requests without the key, but for some paths.
+    """Refuses requests without the key, except for ``open_paths``.
 
-    Parameters
-    ----------
-    app
-        The application behind it.
-    key
-        Compared in constant time with that of ``Authorization: Bearer``.
-    open_paths
-        Paths that need no key.
+    The key is compared in constant time with the token of ``Authorization: Bearer``.
     """
 
     def __init__(self, app: ASGIApp, key: str, open_paths: tuple[str, ...]) -> None:
@@ -254,20 +217,11 @@ def _is_loopback(host: str) -> bool:
 
 
 class OriginCheck:
-    """Refuses what web pages of other origins send, but for some.
+    """Refuses requests of web pages, except for those of ``origins`` ("*": all).
 
     A browser lets any page send a form to this machine; it only keeps the answer from the page. A
     page whose name leads to this machine (DNS rebinding) would also get the answer: without a key,
     a page that asks at a loopback address must have a name of this machine.
-
-    Parameters
-    ----------
-    app
-        The application behind it.
-    origins
-        Those that may send; "*": all.
-    has_key
-        Whether requests must have a key.
     """
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...], has_key: bool) -> None:

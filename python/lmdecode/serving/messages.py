@@ -122,10 +122,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 def read_messages(fields: Fields) -> list[dict[str, Any]]:
     """Return the messages of a chat. A content of several parts is a list of them.
 
-    Raises
-    ------
-    BadRequest
-        Names the message, what came and what was expected.
+    Raises ``BadRequest``, which names the message.
     """
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages or len(messages) > _MOST_MESSAGES:

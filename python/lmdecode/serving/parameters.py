@@ -62,29 +62,14 @@ COMMON_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a request asks, beside its prompt.
+    """Parameters of a request, without its prompt.
 
-    Attributes
-    ----------
-    arguments : dict
-        Of ``Engine.submit``, but for ``max_new_tokens``, ``seed``, ``grammar`` and ``logprobs``.
-    n : int
-        Number of answers.
-    seed : int or None
-        Of the first answer; see ``seed_of``.
-    is_search : bool
-        Whether a beam search finds the answers.
-    stops : tuple of str
-        Texts that end an answer.
-    stop_tokens : frozenset of int
-        End tokens that an answer names where one of them ended it.
-    keeps_stop : bool
-        Whether the answer has the text, or the token, that ended it.
-    skips_special : bool
-        Whether special tokens are left out of the text.
-    stream, includes_usage, repeats_usage : bool
-        Whether the answer comes in pieces, whether the last of them has the usage, and whether each
-        has the usage so far.
+    ``arguments`` are for ``Engine.submit``, which also takes ``max_new_tokens``, ``seed``,
+    ``grammar`` and ``logprobs``. ``n`` is the number of answers, ``seed`` the first one's, and
+    ``is_search`` whether a beam search finds them. ``stops`` are texts that end an answer;
+    ``stop_tokens`` are end tokens that an answer names if one ended it. ``keeps_stop``: that text
+    or token is part of the answer. ``stream``: the answer comes in pieces; with ``includes_usage``
+    the last one has the usage, with ``repeats_usage`` each has the usage so far.
     """
 
     arguments: dict[str, Any]
@@ -216,25 +201,10 @@ def read_parameters(
     eos_token_ids: Iterable[int],
     vocab: int,
 ) -> Parameters:
-    """Check the fields that chats and completions share.
+    """Check fields that chats and completions share; raise ``BadRequest``, which names the field.
 
-    Parameters
-    ----------
-    fields
-        Of the body.
-    tokenizer
-        Of the model.
-    defaults
-        Parameters of the model's own generation config, for absent fields.
-    eos_token_ids
-        The model's end tokens.
-    vocab
-        Number of logits.
-
-    Raises
-    ------
-    BadRequest
-        Names the field, what came and what was expected.
+    ``defaults`` are the parameters of the model's generation config, for absent fields, and
+    ``vocab`` is the number of logits.
     """
     arguments = _sampling_of(fields, tokenizer, vocab)
     num_beams = fields.integer("num_beams", 1, 1 << 16) or 1

@@ -13,15 +13,7 @@ __all__ = ["ReasoningDelta", "ReasoningFormat", "ReasoningParser"]
 
 
 class ReasoningDelta(NamedTuple):
-    """A piece of text.
-
-    Attributes
-    ----------
-    kind : str
-        ``"reasoning"`` or ``"content"``.
-    text : str
-        Not empty.
-    """
+    """A piece of text, which is not empty, and its kind: ``"reasoning"`` or ``"content"``."""
 
     kind: Literal["reasoning", "content"]
     text: str
@@ -39,20 +31,10 @@ class ReasoningParser(Protocol):
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a model marks what it thinks.
+    """How a model marks its thoughts: the words ``open`` and ``close``.
 
-    Attributes
-    ----------
-    name : str
-        Such as ``"think"``.
-    open, close : str
-        The words before and behind it.
-    words : tuple of str
-        All words of the format that may be tokens of their own.
-    token_ids : mapping of str to int
-        Those of the words that are.
-    kept_special_ids : frozenset of int
-        Special tokens that have to stay in the text that is parsed.
+    ``words`` may be tokens of their own, and ``token_ids`` has those that are; the special tokens
+    ``kept_special_ids`` have to stay in the text that is parsed.
     """
 
     name: str
@@ -66,13 +48,8 @@ class ReasoningFormat:
     def of_template(template_source: str | None, tokenizer: Any = None) -> ReasoningFormat | None:
         """Return the format of a chat template, None if it has no thoughts.
 
-        Parameters
-        ----------
-        template_source : str or None
-            The template's text.
-        tokenizer : lmdecode.serving.Tokenizer, optional
-            Tells which words are tokens. A template need not name what a model writes: a word that
-            is a token counts too.
+        The tokenizer tells which words are tokens. A template need not name the words that a model
+        writes: a word that is a token counts too.
         """
         source = template_source or ""
         for found in _FORMATS:
@@ -89,22 +66,14 @@ class ReasoningFormat:
         return prompt.rstrip().endswith(self.open)
 
     def stream(self, starts_inside: bool = False) -> ReasoningParser:
-        """Return what tells thoughts and answer of one text apart as it comes.
-
-        Parameters
-        ----------
-        starts_inside : bool
-            Whether the text begins within thoughts.
-        """
+        """Return a parser of one text as it comes; ``starts_inside``: it begins within thoughts."""
         return _Channels() if self.name == "harmony" else _Tags(self, starts_inside)
 
     def grammar_prefix(self, starts_inside: bool) -> str:
-        """Return rules of Lark for what comes before an answer: see ``GrammarCompiler.compile``.
+        """Return rules of Lark for the text before an answer: see ``GrammarCompiler.compile``.
 
-        Parameters
-        ----------
-        starts_inside : bool
-            As ``starts_inside(prompt)`` says. False: the answer may begin with thoughts.
+        ``starts_inside`` is as ``starts_inside(prompt)`` returns it; if False, the answer may begin
+        with thoughts.
         """
         if self.name == "harmony":
             return self._harmony_prefix()

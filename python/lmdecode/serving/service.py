@@ -38,22 +38,9 @@ _LONG_TEXT = 1 << 14  # characters: longer ones are tokenized beside the event l
 
 @dataclass
 class Service:
-    """A model and its engine.
+    """A model and its engine, which has been started. ``store``, the engine's, is for its counts.
 
-    Parameters
-    ----------
-    model : TextModel
-        The model.
-    engine : Engine
-        Of ``model.decoding``, started.
-    name : str
-        Of the model, as clients call it.
-    max_waiting : int
-        Number of requests that wait for a slot; more are refused.
-    store : KVStore, optional
-        The engine's, for its counts.
-    tally : Tally
-        Counts of its requests.
+    Of requests that wait for a slot, those above ``max_waiting`` are refused.
     """
 
     model: TextModel
@@ -111,19 +98,9 @@ class Service:
     ) -> CompiledGrammar | None:
         """Return the grammar that a body asks for, compiled beside the event loop.
 
-        Parameters
-        ----------
-        fields
-            Of the body.
-        forced
-            The grammar of calls of tools, which leaves no room for another.
-        prefix
-            See ``GrammarCompiler.compile``.
-
-        Raises
-        ------
-        BadRequest
-            The grammar is wrong, too large, or one of two.
+        ``forced`` is the grammar of calls of tools, which leaves no room for another; ``prefix`` is
+        as in ``GrammarCompiler.compile``. Raises ``BadRequest`` if the grammar is wrong, too large,
+        or one of two.
         """
         body = {name: fields.get(name) for name in GRAMMAR_FIELDS}
         try:
@@ -145,11 +122,8 @@ class Service:
     async def rendered(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         """Return messages as the text of a prompt.
 
-        Raises
-        ------
-        BadRequest
-            The model has no chat template, its template does not take them, or they are longer
-            than any that the model could read.
+        Raises ``BadRequest`` if the model has no chat template, its template does not take them, or
+        they are longer than any that the model could read.
         """
         template = self.model.template
         if template is None:
@@ -176,10 +150,7 @@ class Service:
     ) -> list[list[int]]:
         """Return the tokens of texts; long ones do not hold up the others.
 
-        Raises
-        ------
-        BadRequest
-            A text is longer than any that the model could read, or is none.
+        Raises ``BadRequest`` if a text is longer than any that the model could read, or is none.
         """
         most = self.context * self.model.tokenizer.longest_token
         if max(map(len, texts)) > most:
@@ -211,20 +182,10 @@ class Service:
         otherwise: int | None,
         asked_name: str = "max_tokens",
     ) -> int:
-        """Return the maximum number of new tokens, for prompts of these lengths.
+        """Return the maximum number of new tokens for the prompts, which the field ``name`` holds.
 
-        Parameters
-        ----------
-        name
-            The field of the prompts.
-        prompts
-            Tokens of each.
-        asked
-            What the request says; None: nothing.
-        otherwise
-            For a request that says nothing; None: as many as there is room for.
-        asked_name
-            The field of ``asked``.
+        ``asked`` is the request's number, of the field ``asked_name``. Without it, the maximum is
+        ``otherwise``, or all that there is room for.
         """
         longest = max(map(len, prompts)) if self.is_causal else 1
         room = self.context - longest
@@ -242,19 +203,10 @@ class Service:
         return asked
 
     async def submit(self, job: Job) -> Work:
-        """Submit a job's requests; others have a turn between two of them.
+        """Submit a job's requests, with a turn for others between two; the caller closes it.
 
-        Returns
-        -------
-        Work
-            ``n`` answers for each prompt, in order. Whoever gets it closes it.
-
-        Raises
-        ------
-        BadRequest
-            The engine refused an argument.
-        RequestError
-            Status 429: too many requests wait.
+        The ``Work`` has ``n`` answers for each prompt, in order. Raises ``BadRequest`` if the
+        engine refuses an argument, and ``RequestError`` with status 429 if too many requests wait.
         """
         parameters = job.parameters
         count = 1 if parameters.is_search else parameters.n
@@ -296,23 +248,11 @@ class Service:
     async def scores_of(
         self, prompts: Sequence[Sequence[int]], num_top: int
     ) -> list[list[TokenLogprob]]:
-        """Return the log-probabilities of the tokens of prompts, beside the event loop.
+        """Return the log-probabilities of prompts' tokens and of their ``num_top`` best ones.
 
-        The engine does not keep the logits of prompts: they are read for themselves, one at a time.
-
-        Parameters
-        ----------
-        prompts
-            Tokens of each.
-        num_top
-            Number of best tokens beside each one.
-
-        Raises
-        ------
-        BadRequest
-            A token is none of the model's.
-        RequestError
-            Status 429: too many requests wait.
+        The engine does not keep the logits of prompts: a thread computes them, one prompt at a
+        time. Raises ``BadRequest`` for a token that the model does not have, and ``RequestError``
+        with status 429 if too many requests wait.
         """
 
         def score(prompt: Sequence[int]) -> list[TokenLogprob]:
@@ -336,16 +276,9 @@ class Service:
             self._num_coming -= len(prompts)
 
     def check_room(self, count: int, name: str = "n", *, waits: bool = False) -> None:
-        """Raise an error for more answers than there may be at once, or than there is room for now.
+        """Raise an error if ``count`` answers are more than there may be at once.
 
-        Parameters
-        ----------
-        count
-            Number of answers.
-        name
-            The field that asks for so many.
-        waits
-            Whether those that run and wait count, too.
+        With ``waits``, those that run and wait count too. ``name`` is the field that asks for them.
         """
         most = self.engine.max_requests + self.max_waiting
         if count > most:

@@ -50,19 +50,7 @@ def _value(name: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Speech:
-    """A checked request of a transcription.
-
-    Attributes
-    ----------
-    data : bytes
-        The file.
-    options : dict
-        Of ``Transcriber.transcribe``.
-    response_format : str
-        A name of ``FORMATS``.
-    streams : bool
-        Whether the text comes segment by segment.
-    """
+    """A checked request of a transcription: the file, and options of ``Transcriber.transcribe``."""
 
     data: bytes
     options: dict[str, Any]
@@ -71,21 +59,9 @@ class Speech:
 
     @classmethod
     def of(cls, form: Sequence[tuple[str, Any]], task: str, name: str) -> Speech:
-        """Check a form.
+        """Check a form's (name, text or bytes); raise ``RequestError``, which names the field.
 
-        Parameters
-        ----------
-        form
-            (name, text or bytes) of each part.
-        task
-            "transcribe" or "translate".
-        name
-            The model's.
-
-        Raises
-        ------
-        RequestError
-            Names the field, what came and what was expected.
+        ``task`` is "transcribe" or "translate", and ``name`` the model's.
         """
         given: dict[str, Any] = {}
         granularities: list[str] = []
@@ -142,12 +118,7 @@ _ARGUMENTS: Mapping[str, str] = {"initial_prompt": "prompt", "audio": "file"}
 class SpeechService:
     """A Transcriber that is served: one request after the other, as each uses all threads.
 
-    Parameters
-    ----------
-    transcriber : Transcriber
-        The model.
-    max_waiting : int
-        Number of requests that wait; more are refused.
+    Of requests that wait, those above ``max_waiting`` are refused.
     """
 
     transcriber: Transcriber
@@ -158,14 +129,10 @@ class SpeechService:
         self._worker = ThreadPoolExecutor(1, "lmdecode speech")
 
     async def segments(self, asked: Speech) -> AsyncIterator[Segment | TranscriptionInfo]:
-        """Yield what is known of the sound, and then its segments, as they come.
+        """Yield facts about the sound, and then its segments, as they come.
 
-        The thread does not wait for whoever reads them.
-
-        Raises
-        ------
-        RequestError
-            The sound cannot be read, an option does not fit, or too many requests wait.
+        The thread does not wait for the reader. Raises ``RequestError`` if the sound cannot be
+        read, an option does not fit, or too many requests wait.
         """
         if self.in_flight > self.max_waiting:
             raise RequestError(
@@ -226,13 +193,7 @@ class SpeechService:
         return text, media_type
 
     async def stream(self, asked: Speech) -> AsyncIterator[dict[str, Any]]:
-        """Return the text as it comes, in the shape of OpenAI's events.
-
-        Raises
-        ------
-        RequestError
-            As ``segments``, before there are events.
-        """
+        """Return the text as it comes, in OpenAI's events; raises as ``segments``, but at once."""
         parts = self.segments(asked)
         info = await anext(parts)
         assert isinstance(info, TranscriptionInfo)

@@ -33,12 +33,10 @@ _FILES = ("*.json", "*.jinja", "*.model", "*.spm", "*.txt", "*.gguf",
 
 
 def local_path(model: str | os.PathLike[str]) -> Path:
-    """Return where a model lies; one that is named by its place on Hugging Face is fetched.
+    """Return the path of a model, which is fetched if it is named by its place on Hugging Face.
 
-    Raises
-    ------
-    FileNotFoundError
-        There is no such file or folder, and no such model in the cache or on the hub.
+    Raises FileNotFoundError if there is no such file or folder, nor such a model in the cache or on
+    the hub.
     """
     path = Path(model).expanduser()
     if path.exists():

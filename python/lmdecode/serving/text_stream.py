@@ -223,12 +223,9 @@ def _whole(word: str) -> str:
 
 
 def stages_of(decoder: Any) -> tuple[list[Callable[[], Stage]], Callable[[str], bytes]]:
-    """Return what makes the stages of a decoder, and what gives the bytes of a token within a text.
+    """Return a maker of a decoder's stages, and a function from a token to its bytes in a text.
 
-    Parameters
-    ----------
-    decoder : tokenizers.decoders.Decoder or None
-        None: words are joined by spaces.
+    Without a decoder of the package tokenizers, words are joined by spaces.
     """
     if decoder is None:
         return [lambda: _EachWord(_whole, _joined)], str.encode

@@ -35,13 +35,7 @@ def _tokenizers() -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the entries of a file, none where it does not exist.
-
-    Raises
-    ------
-    ValueError
-        The file is no JSON, or no dict.
-    """
+    """Return a file's entries, none if it does not exist; ValueError if it is no JSON object."""
     if not path.is_file():
         return {}
     try:

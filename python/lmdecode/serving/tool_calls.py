@@ -49,17 +49,7 @@ class ContentDelta(NamedTuple):
 
 
 class CallDelta(NamedTuple):
-    """A piece of a call.
-
-    Attributes
-    ----------
-    index : int
-        Which call it is of, from 0.
-    id, name : str or None
-        In the first piece of a call alone.
-    arguments : str
-        A piece of its JSON.
-    """
+    """A piece of call ``index``, from 0: ``id`` and ``name`` in its first piece alone, and JSON."""
 
     index: int  # type: ignore[assignment]  # of a tuple it is a method
     id: str | None
@@ -84,17 +74,10 @@ class CallWords(Protocol):
 
 
 class StreamingToolParser:
-    """Text and calls of an answer as it comes. All pieces together are what ``parse`` gives.
+    """Text and calls of an answer as it comes. All pieces together are the result of ``parse``.
 
-    Text is given as soon as it cannot be a call's first word. A call is given when it is complete,
-    in one piece.
-
-    Parameters
-    ----------
-    format : ToolFormat
-        How calls are written.
-    tools : sequence of dict, optional
-        The tools of the request: their names and types. None: any name is one.
+    Text is returned as soon as it cannot be a call's first word; a call when it is complete, in one
+    piece. ``tools`` are the request's, with their names and types; None: any name is one.
     """
 
     def __init__(self, format: CallWords, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -122,10 +105,7 @@ class StreamingToolParser:
     def finish(self, is_cut: bool = False) -> list[ContentDelta | CallDelta]:
         """Return the rest, when there is no more text.
 
-        Parameters
-        ----------
-        is_cut : bool
-            Whether the model had not ended its answer. A call that it had begun is no text then.
+        ``is_cut``: the model had not ended its answer. A call that it had begun is no text then.
         """
         return self._run(True, is_cut)
 
@@ -233,17 +213,7 @@ _Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool.
-
-    Attributes
-    ----------
-    id : str
-        Drawn at random.
-    name : str
-        The tool's.
-    arguments : str
-        A JSON object.
-    """
+    """A call of a tool: an id, drawn at random, the tool's name, and arguments, a JSON object."""
 
     id: str
     name: str
@@ -260,26 +230,12 @@ def _short_id() -> str:  # Mistral's templates take no other
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls of tools.
+    """How a model writes calls of tools; ``form`` is for grammars.
 
-    Attributes
-    ----------
-    name : str
-        Such as ``"hermes"``.
-    form : CallForm
-        How a call is written: for grammars.
-    markers : mapping of str to reader
-        What begins a call, and how it goes on.
-    bare : mapping of str to reader
-        What begins a call where it begins the answer.
-    words : tuple of str
-        All words of the format that may be tokens of their own.
-    token_ids : mapping of str to int
-        The tokens of those that are.
-    kept_special_ids : frozenset of int
-        Special tokens that have to stay in the text that is parsed.
-    new_id : function
-        Makes the id of a call.
+    ``markers`` maps the words that begin a call to makers of readers, and ``bare`` those that begin
+    one at the beginning of the answer alone. ``words`` may be tokens of their own, and
+    ``token_ids`` has those that are; the special tokens ``kept_special_ids`` have to stay in the
+    text that is parsed.
     """
 
     name: str
@@ -293,14 +249,9 @@ class ToolFormat:
 
     @staticmethod
     def of_template(template_source: str | None, tokenizer: Any = None) -> ToolFormat:
-        """Return the format of a chat template.
+        """Return the format of a chat template: ``"generic"``, JSON, if it writes no calls.
 
-        Parameters
-        ----------
-        template_source : str or None
-            The template's text. None, and a template that writes no calls: ``"generic"``, JSON.
-        tokenizer : lmdecode.serving.Tokenizer, optional
-            Tells which words are tokens.
+        The tokenizer tells which words are tokens.
         """
         source = template_source or ""
         name = next((name for name, is_it in _SIGNS if is_it(source)), "generic")
@@ -320,27 +271,13 @@ class ToolFormat:
         tool_choice: str | Mapping[str, Any] | None = "auto",
         parallel: bool = True,
     ) -> GrammarSource | None:
-        """Return the grammar of an answer.
+        """Return the grammar of an answer, None if the answer is free.
 
-        Parameters
-        ----------
-        tools : sequence of dict
-            As in a request: ``{"type": "function", "function": {"name", "parameters", "strict"}}``.
-        tool_choice : str or dict
-            ``"required"`` or a named function: the answer is calls. ``"auto"``: it is text, and
-            calls follow the grammar from their first word on, if a tool is ``strict``.
-        parallel : bool
-            Whether there may be several calls. A named function is called once.
-
-        Returns
-        -------
-        GrammarSource or None
-            None: the answer is free.
-
-        Raises
-        ------
-        ValueError
-            Names the field that does not fit.
+        ``tools`` are a request's: ``{"type": "function", "function": {"name", "parameters",
+        "strict"}}``. With a ``tool_choice`` of ``"required"`` or a named function the answer is
+        calls; with ``"auto"`` it is text, and calls follow the grammar from their first word on, if
+        a tool is ``strict``. ``parallel`` allows several calls, but not of a named function. Raises
+        ValueError, which names the field.
         """
         chosen, is_forced = chosen_tools(check_tools(tools), tool_choice)
         if not chosen or not (is_forced or any(tool.strict for tool in chosen)):

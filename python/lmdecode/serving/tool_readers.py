@@ -188,29 +188,12 @@ def _number(text: str, is_python: bool) -> int | float:
 def read_arguments(
     text: str, at: int, close: str, between: str, quotes: Sequence[str], is_python: bool = True
 ) -> tuple[dict[str, Any], int]:
-    """Read keys and values.
+    """Read keys and values from ``at`` to ``close``; return the values by key, and where they end.
 
-    Parameters
-    ----------
-    text, at : str, int
-        Where the first key begins.
-    close, between : str
-        What ends them, and what stands between a key and its value.
-    quotes : sequence of str
-        What is before and behind a string.
-    is_python : bool
-        Whether strings and numbers are Python's literals: with escapes, prefixes, several strings
-        as one, numbers in other bases. False: a string has no escape.
-
-    Returns
-    -------
-    dict, int
-        The values by their keys, and where they end.
-
-    Raises
-    ------
-    ValueError
-        The text is something else.
+    ``between`` stands between a key and its value, and a string is between two of ``quotes``. With
+    ``is_python`` strings and numbers are Python's literals: with escapes, prefixes, several strings
+    as one, numbers in other bases; without, a string has no escape. Raises ValueError for other
+    text.
     """
     values = _Values(text, at, quotes, is_python)
     return values.entries(close, between, 0), values.at
@@ -401,18 +384,9 @@ def _calls_of_one(
 
 
 class JsonReader:
-    """An object ``{"name": ..., "arguments": ...}``, or a list of such.
+    """An object ``{"name": ..., "arguments": ...}``, or a list of such; ``closes`` may follow.
 
-    Parameters
-    ----------
-    at : int
-        Where it begins.
-    closes : sequence of str
-        Words that may follow it.
-    names : collection of str, optional
-        Of the tools.
-    is_bare : bool
-        Whether no marker tells a call from other JSON: the name has to be a tool's.
+    ``is_bare``: no marker tells a call from other JSON, so its name has to be one of ``names``.
     """
 
     def __init__(
@@ -455,20 +429,10 @@ class JsonReader:
 
 
 class BracedReader:
-    """A header with a tool's name, and arguments in braces; what these hold is of each kind.
+    """A header with a tool's name, and arguments in braces, which each subclass reads in its way.
 
-    Parameters
-    ----------
-    at : int
-        Where it begins.
-    header : re.Pattern
-        What stands before the braces; its group ``name`` is the tool's.
-    quotes : sequence of str
-        Words between which a brace is no brace.
-    escapes : bool
-        Whether a backslash takes the meaning of a quote.
-    closes : sequence of str
-        Words that may follow.
+    The group ``name`` of ``header`` is the tool's name. Between two of ``quotes`` a brace counts as
+    text; ``escapes``: a backslash takes the meaning of a quote. Words of ``closes`` may follow.
     """
 
     def __init__(
@@ -551,17 +515,8 @@ def _tag(text: str, at: int, is_last: bool) -> tuple[str, int] | None:
 class TaggedReader:
     """``<function=name>``, ``<parameter=key>value</parameter>`` and ``</function>``, or JSON.
 
-    Values are text. ``schemas`` says which are of another type. A value ends as ``VALUE_END`` says,
-    but not within JSON that it is, nor within a text of its ``enum``.
-
-    Parameters
-    ----------
-    at : int
-        Where it begins.
-    schemas : mapping
-        The schema of the parameters of each tool by its name.
-    closes, names, is_bare
-        As for ``JsonReader``.
+    Values are text. ``schemas``, each tool's by its name, say which are of another type. A value
+    ends as ``VALUE_END`` says, but not within JSON that it is, nor within a text of its ``enum``.
     """
 
     def __init__(
@@ -727,18 +682,9 @@ class TaggedReader:
 
 
 class PythonicReader:
-    """Calls as Python writes them: ``[f(a=1), g(b="x")]``, or lines of them.
+    """Calls as Python writes them: ``[f(a=1), g(b="x")]``, or lines of them up to ``until``.
 
-    Parameters
-    ----------
-    at : int
-        Where it begins.
-    closes : sequence of str
-        Words that may follow.
-    until : str
-        The word that ends lines of calls. Empty: the calls are in square brackets.
-    names : collection of str, optional
-        Names of tools, one of which each call must have.
+    Each call must have one of ``names``, if there are any; words of ``closes`` may follow.
     """
 
     def __init__(
@@ -814,15 +760,7 @@ class PythonicReader:
 
 
 class FencedReader:
-    """What is between marks of Markdown: JSON of calls, or calls as Python writes them.
-
-    Parameters
-    ----------
-    at : int
-        Where it begins.
-    names : collection of str, optional
-        Names of tools, one of which each call must have.
-    """
+    """A block of Markdown: JSON of calls, or calls as Python writes them, of tools in ``names``."""
 
     def __init__(self, at: int, names: Collection[str] | None) -> None:
         self._at, self._names = at, names
@@ -849,17 +787,7 @@ class FencedReader:
 
 
 class KeyValueReader(BracedReader):
-    """``call:name{key:value,...}``, whose strings are between tokens.
-
-    Parameters
-    ----------
-    at : int
-        Where it begins.
-    quote : str
-        What is before and behind a string.
-    closes : sequence of str
-        Words that may follow.
-    """
+    """``call:name{key:value,...}``, whose strings are between two ``quote``, which are tokens."""
 
     def __init__(self, at: int, quote: str, closes: Sequence[str] = ()) -> None:
         super().__init__(at, _CALL, (quote,), False, closes)

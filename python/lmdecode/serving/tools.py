@@ -21,16 +21,9 @@ _MAX_TOOLS = 512
 
 
 class Tool(NamedTuple):
-    """A tool.
+    """A tool: its name, and the JSON schema of its arguments, an object.
 
-    Attributes
-    ----------
-    name : str
-        What a call names.
-    parameters : dict
-        The JSON schema of its arguments, an object.
-    strict : bool
-        Whether a keyword of the schema that cannot be kept is an error.
+    ``strict``: a keyword of the schema that cannot be kept is an error.
     """
 
     name: str
@@ -39,17 +32,9 @@ class Tool(NamedTuple):
 
 
 def check_tools(tools: Any) -> list[Tool]:
-    """Return the tools of a request.
+    """Return the tools of a request; raise ValueError, which names the field.
 
-    Parameters
-    ----------
-    tools : sequence of dict
-        Each ``{"type": "function", "function": {"name", "parameters", "strict"}}``.
-
-    Raises
-    ------
-    ValueError
-        Names the field that does not fit.
+    Each is ``{"type": "function", "function": {"name", "parameters", "strict"}}``.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError(f"tools is of type {type(tools).__name__}; expected a list")
@@ -99,18 +84,9 @@ def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 def chosen_tools(tools: Sequence[Tool], tool_choice: Any) -> tuple[list[Tool], bool]:
     """Return the tools that may be called, and whether one has to be.
 
-    Parameters
-    ----------
-    tools : sequence of Tool
-        Those of the request.
-    tool_choice : str, dict or None
-        ``"none"``, ``"auto"`` or None, ``"required"``, ``{"type": "function", "function": {"name":
-        ...}}``, or ``{"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}``.
-
-    Raises
-    ------
-    ValueError
-        Names the field that does not fit.
+    A choice is ``"none"``, ``"auto"`` or None, ``"required"``, ``{"type": "function", "function":
+    {"name": ...}}``, or ``{"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}``. Raises
+    ValueError, which names the field.
     """
     if tool_choice == "none":
         return [], False
@@ -233,15 +209,10 @@ _VALUE_TAGS = ("</parameter>", "<parameter=", "</function>")  # one begins each 
 class CallForm(NamedTuple):
     """How calls are written: ``begin``, calls with ``between`` between them, ``end``.
 
-    A call is ``open``, the tool's name, ``middle``, its arguments and ``close``.
-
-    Attributes
-    ----------
-    arguments : str
-        ``"json"``: an object; ``"keywords"``: ``a=1, b="x"``; ``"tags"``: ``<parameter=a>`` up to
-        ``</function>``; ``"key_values"``: ``a:1,b:`` and a string between two ``quote``.
-    is_single : bool
-        Whether there is one call at most.
+    A call is ``open``, the tool's name, ``middle``, its arguments and ``close``. ``arguments`` are
+    ``"json"``: an object; ``"keywords"``: ``a=1, b="x"``; ``"tags"``: ``<parameter=a>`` up to
+    ``</function>``; or ``"key_values"``: ``a:1,b:`` and a string between two ``quote``.
+    ``is_single``: there is one call at most.
     """
 
     open: str

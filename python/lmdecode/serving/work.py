@@ -79,13 +79,7 @@ class Metrics:
         self.queued, self.total = Histogram(), Histogram()
 
     def text(self, gauges: Iterable[tuple[str, str, str, float]]) -> str:
-        """Return everything as text.
-
-        Parameters
-        ----------
-        gauges
-            (name, kind, help, value) of numbers that others count.
-        """
+        """Return everything as text; ``gauges`` are (name, kind, help, value) that others count."""
         lines = []
         for name, kind, text, value in gauges:
             lines += [f"# HELP lmdecode_{name} {text}", f"# TYPE lmdecode_{name} {kind}",
@@ -107,24 +101,10 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request.
+    """A checked request: tokens of its prompts, and how each of their answers is written.
 
-    Attributes
-    ----------
-    prompts : list of list of int
-        Tokens of each prompt.
-    max_tokens : int
-        Maximum number of tokens of an answer.
-    parameters : Parameters
-        What chats and completions share.
-    logprobs : int or None
-        Number of best tokens beside each one.
-    grammar : CompiledGrammar or None
-        Constrains each answer.
-    kept_special_ids : frozenset of int
-        See ``AnswerWriter``.
-    goes_on : bool
-        Whether an answer goes on with the text of its prompt.
+    ``logprobs`` is the number of best tokens beside each one, and ``max_tokens`` the most of an
+    answer. ``goes_on``: an answer goes on with the text of its prompt.
     """
 
     prompts: list[list[int]]
@@ -138,26 +118,11 @@ class Job:
 
 @dataclass
 class Answer:
-    """One answer of a job.
+    """One answer of a job: choice ``index``.
 
-    Attributes
-    ----------
-    index : int
-        Of its choice.
-    request : Request
-        Of the engine; a search has several answers.
-    writer : AnswerWriter
-        Its text.
-    beam : int or None
-        Which sequence of a search it is.
-    ends : frozenset of int
-        End tokens.
-    parameters : Parameters
-        Of its job: whether an end token is part of the text, and which of them are named.
-    max_tokens : int
-        Maximum number of tokens.
-    finish_reason : str or None
-        "stop" or "length", when it has ended.
+    The ``request`` of a search has several answers, and ``beam`` is this one's sequence. ``ends``
+    are end tokens; ``parameters`` tell whether one is part of the text, and which are named.
+    ``finish_reason`` is "stop" or "length" after the end.
     """
 
     index: int
@@ -236,14 +201,9 @@ class Answer:
 
 @dataclass
 class Tally:
-    """Counts of a server's requests.
+    """Counts of a server's requests: ``metrics`` of all that have ended, and those in flight.
 
-    Attributes
-    ----------
-    metrics : Metrics
-        Times and reasons of all that have ended.
-    in_flight, abandoned : int
-        Requests that are being answered or wait, and answers whose clients went away.
+    ``abandoned`` counts answers whose clients went away.
     """
 
     metrics: Metrics = field(default_factory=Metrics)
@@ -267,13 +227,7 @@ class Tally:
 
 
 class Work:
-    """The answers of a job, while they are written.
-
-    Attributes
-    ----------
-    answers : list of Answer
-        Of all prompts, in order.
-    """
+    """The answers of a job, of all prompts in order, while they are written."""
 
     def __init__(
         self, tally: Tally, job: Job, requests: list[Request], answers: list[Answer]

@@ -13,15 +13,7 @@ __all__ = ["AnswerWriter", "Piece", "StopFinder"]
 
 
 class StopFinder:
-    """Ends a text at the first of several texts.
-
-    Parameters
-    ----------
-    stops
-        Texts that end it.
-    keeps_stop
-        Whether the text that ended it is part of it.
-    """
+    """Ends a text at the first of several texts; ``keeps_stop``: that one is part of it."""
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
         self._stops, self._keeps_stop = tuple(stops), keeps_stop
@@ -34,14 +26,9 @@ class StopFinder:
         return bool(self._stops)
 
     def push(self, text: str, *, may_end: bool = True) -> str:
-        """Return what is certain to be part of the text. What may begin a stop text is held.
+        """Return the part of the text that is certain. What may begin a stop text is held.
 
-        Parameters
-        ----------
-        text
-            What comes next.
-        may_end
-            Whether a stop text that ends in it ends the whole.
+        With ``may_end`` of False a stop text that ends in this piece does not end the whole.
         """
         if not self._stops:
             return text
@@ -81,18 +68,10 @@ class StopFinder:
 
 @dataclass
 class Piece:
-    """A part of an answer.
+    """A part of an answer; the last one has the finish reason, "stop" or "length".
 
-    Attributes
-    ----------
-    text : str
-        Its text.
-    logprobs : list of TokenLogprob
-        Of the tokens whose text is complete with this piece, if they were requested.
-    finish_reason : str or None
-        "stop" or "length", of the last one.
-    offsets : list of int
-        Where the text of each of these tokens begins in the answer.
+    ``logprobs``, if they were requested, are of the tokens whose text is complete with this piece,
+    and ``offsets`` says where the text of each of these begins in the answer.
     """
 
     text: str = ""
@@ -102,22 +81,12 @@ class Piece:
 
 
 class AnswerWriter:
-    """Writes the text of an answer, as its tokens come.
+    """Writes the text of an answer, as its tokens come; for stop texts see ``StopFinder``.
 
-    Parameters
-    ----------
-    tokenizer
-        Of the model.
-    stops, keeps_stop
-        See ``StopFinder``.
-    skips_special
-        Whether special tokens are left out.
-    kept_special_ids
-        Special tokens that are written all the same, such as those around calls of tools.
-    min_tokens : int
-        Number of tokens in whose text no stop text may end.
-    behind : sequence of int
-        Last tokens of a text that the answer goes on with: a space at its beginning is written.
+    ``skips_special`` leaves out special tokens, except for ``kept_special_ids``, such as those
+    around calls of tools. No stop text may end in the text of the first ``min_tokens`` tokens.
+    ``behind`` are the last tokens of a text that the answer goes on with: a space at its beginning
+    is written.
     """
 
     def __init__(
