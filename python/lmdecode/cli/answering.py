@@ -16,11 +16,11 @@ from lmdecode.decoder.engine.request import FinishReason, Request, RequestStats
 from lmdecode.serving.text_model import TextModel
 from lmdecode.serving.writing import AnswerWriter
 
-__all__ = ["Answer", "answer"]
+__all__ = ["Reply", "answer"]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """A model's answer: its text, and its tokens with the end token, if there is one.
 
     ``finish_reason`` is "stop", "length" or "cancelled".
@@ -61,7 +61,7 @@ def answer(
     *,
     stops: Sequence[str] = (),
     kept_special_ids: Sequence[int] = (),
-) -> Answer:
+) -> Reply:
     """Generate an answer. Ctrl-C ends it, and what has come by then is kept.
 
     The engine's thread must run. ``arguments`` are for ``Engine.submit``, ``on_text`` is called
@@ -102,4 +102,4 @@ def answer(
             line.end()
         result = request.result()
     reason = "stop" if writer.stop is not None else result.finish_reason
-    return Answer("".join(texts), result.tokens, reason, request.stats)
+    return Reply("".join(texts), result.tokens, reason, request.stats)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lmdecode.cli import COMMANDS
-from lmdecode.cli.answering import Answer, answer
+from lmdecode.cli.answering import Reply, answer
 from lmdecode.cli.errors import CommandError, one_line
 from lmdecode.cli.options import (
     add_draft_option,
@@ -359,7 +359,7 @@ class _Chat:
         self._kept = kept  # the session of the store, which has the tokens
         self._is_terminal = sys.stdin.isatty()
         self._shows_dim = sys.stdout.isatty()
-        self._last: Answer | None = None
+        self._last: Reply | None = None
         self._again = 0  # times that the last line was answered again
         template = model.template
         source = None if template is None else template.text()

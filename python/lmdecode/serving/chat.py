@@ -17,7 +17,7 @@ from lmdecode.serving.service import Service
 from lmdecode.serving.tool_calls import CallDelta, ContentDelta, StreamingToolParser
 from lmdecode.serving.tools import check_tools, chosen_tools, is_named
 from lmdecode.serving.work import Answer, Job, Work
-from lmdecode.serving.writing import Piece
+from lmdecode.serving.writing import AnswerPart
 
 __all__ = ["CHAT_PROMPT_FIELDS", "Chat", "prompt_of"]
 
@@ -156,11 +156,11 @@ class Chat:
             self._messages[answer.index] = message
         return message
 
-    def _reason(self, piece: Piece, message: _Message) -> str | None:
+    def _reason(self, piece: AnswerPart, message: _Message) -> str | None:
         is_call = message.has_calls and piece.finish_reason == "stop" and not self.is_named
         return "tool_calls" if is_call else piece.finish_reason
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, piece: AnswerPart) -> dict[str, Any] | None:
         if self.job.logprobs is None:
             return None
         return chat_logprobs(self.service.model.tokenizer, piece.logprobs)

@@ -13,7 +13,7 @@ from lmdecode.serving.fields import Fields
 from lmdecode.serving.parameters import COMMON_FIELDS, MOST_LOGPROBS, check_names, read_parameters
 from lmdecode.serving.service import Service
 from lmdecode.serving.work import Job, Work
-from lmdecode.serving.writing import AnswerWriter, Piece
+from lmdecode.serving.writing import AnswerPart, AnswerWriter
 
 __all__ = ["Completion"]
 
@@ -33,7 +33,7 @@ class Completion:
 
     service: Service
     job: Job
-    echoes: list[Piece]
+    echoes: list[AnswerPart]
     is_scored: bool
     is_empty: bool
     envelope: Envelope
@@ -63,11 +63,11 @@ class Completion:
         if is_empty and not does_echo:
             raise BadRequest("max_tokens", "max_tokens is 0; expected at least 1, or echo with it")
         most = service.max_tokens_of("prompt", prompts, asked or None, _DEFAULT_TOKENS)
-        echoes = [Piece() for _ in prompts]
+        echoes = [AnswerPart() for _ in prompts]
         if does_echo:
             texts = given if isinstance(given, list) and len(given) == len(prompts) else [given]
             echoes = [
-                Piece(text if isinstance(text, str) else model.tokenizer.decode(prompt))
+                AnswerPart(text if isinstance(text, str) else model.tokenizer.decode(prompt))
                 for text, prompt in zip(texts, prompts, strict=False)
             ]
         grammar = await service.grammar_of(fields)
@@ -84,14 +84,14 @@ class Completion:
             echo.offsets = writer.push(items).offsets + writer.finish().offsets
 
     def _choice(
-        self, index: int, piece: Piece, stop: str | int | None = None, *, begins: bool = True
+        self, index: int, piece: AnswerPart, stop: str | int | None = None, *, begins: bool = True
     ) -> dict[str, Any]:
         """Return a piece of an answer, or all of it; ``begins``: what it begins with is in front.
 
         Log-probabilities are there, if asked for, of the tokens of both.
         """
         echo, logprobs = self.echoes[index // self.job.parameters.n], None
-        before = echo if begins else Piece()
+        before = echo if begins else AnswerPart()
         if self.job.logprobs is not None:
             logprobs = completion_logprobs(
                 self.service.model.tokenizer,
@@ -111,7 +111,7 @@ class Completion:
     def empty_body(self) -> dict[str, Any]:
         """Return the answer to a request of no token."""
         count = self.job.parameters.n * len(self.job.prompts)
-        choices = [self._choice(i, Piece(finish_reason="length")) for i in range(count)]
+        choices = [self._choice(i, AnswerPart(finish_reason="length")) for i in range(count)]
         return self.envelope.body(choices, Usage(sum(map(len, self.job.prompts))))
 
     async def whole(self, work: Work) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from lmdecode.decoder.engine.request import Request, TokenLogprob
 from lmdecode.serving.answers import Usage
 from lmdecode.serving.grammar import CompiledGrammar
 from lmdecode.serving.parameters import Parameters
-from lmdecode.serving.writing import AnswerWriter, Piece
+from lmdecode.serving.writing import AnswerPart, AnswerWriter
 
 __all__ = ["Answer", "Job", "Metrics", "Tally", "Work"]
 
@@ -147,7 +147,7 @@ class Answer:
         """The text of ``stop`` or the token of ``stop_token_ids`` that ended it."""
         return self.writer.stop or self._stop_token
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[AnswerPart]:
         """Yield its pieces, as they come. The last one has the reason of the end."""
         if self.beam is not None:
             beams = (await self.request.wait()).beams
@@ -166,21 +166,21 @@ class Answer:
                     break
         yield self._last()
 
-    async def whole(self) -> Piece:
+    async def whole(self) -> AnswerPart:
         """Return all of it, when it has ended."""
         if self.beam is None and not self.writer.has_stops:
             result = await self.request.wait()
             pieces = [self._push(result.logprobs or result.tokens), self._last()]
         else:
             pieces = [piece async for piece in self.pieces()]
-        return Piece(
+        return AnswerPart(
             "".join(piece.text for piece in pieces),
             [item for piece in pieces for item in piece.logprobs],
             self.finish_reason,
             [offset for piece in pieces for offset in piece.offsets],
         )
 
-    def _last(self) -> Piece:
+    def _last(self) -> AnswerPart:
         """Return the piece behind all tokens."""
         piece = self.writer.finish()
         is_cut = self._is_cut if self.beam is not None else self.request.finish_reason == "length"
@@ -188,7 +188,7 @@ class Answer:
         self.finish_reason = piece.finish_reason = "stop" if is_stopped else "length"
         return piece
 
-    def _push(self, items: Sequence[int | TokenLogprob]) -> Piece:
+    def _push(self, items: Sequence[int | TokenLogprob]) -> AnswerPart:
         """Write tokens; of one that ends the answer nothing is written, unless it is kept."""
         if items:
             last = items[-1] if isinstance(items[-1], int) else items[-1].token
@@ -254,17 +254,17 @@ class Work:
                 request.cancel()
             tally.count(request, reasons[id(request)])
 
-    async def wholes(self) -> list[Piece]:
+    async def wholes(self) -> list[AnswerPart]:
         """Return all answers, when they have ended."""
         return await asyncio.gather(*(answer.whole() for answer in self.answers))
 
-    async def pieces(self) -> AsyncIterator[tuple[Answer, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[Answer, AnswerPart]]:
         """Yield pieces of all answers, as they come."""
         if len(self.answers) == 1:
             async for piece in self.answers[0].pieces():
                 yield self.answers[0], piece
             return
-        queue: asyncio.Queue[tuple[Answer, Piece | BaseException | None]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[Answer, AnswerPart | BaseException | None]] = asyncio.Queue()
 
         async def read(answer: Answer) -> None:
             try:

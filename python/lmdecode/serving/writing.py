@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lmdecode.decoder.engine.request import TokenLogprob
 from lmdecode.serving.tokenizer import Tokenizer
 
-__all__ = ["AnswerWriter", "Piece", "StopFinder"]
+__all__ = ["AnswerPart", "AnswerWriter", "StopFinder"]
 
 
 class StopFinder:
@@ -67,7 +67,7 @@ class StopFinder:
 
 
 @dataclass
-class Piece:
+class AnswerPart:
     """A part of an answer; the last one has the finish reason, "stop" or "length".
 
     ``logprobs``, if they were requested, are of the tokens whose text is complete with this piece,
@@ -121,7 +121,7 @@ class AnswerWriter:
         """The text that ended the answer."""
         return self._stops.found
 
-    def push(self, items: Sequence[int | TokenLogprob]) -> Piece:
+    def push(self, items: Sequence[int | TokenLogprob]) -> AnswerPart:
         """Take tokens, without an end token, and return what they add."""
         texts = []
         for item in items:
@@ -136,10 +136,10 @@ class AnswerWriter:
                 break
         return self._piece("".join(texts))
 
-    def finish(self) -> Piece:
+    def finish(self) -> AnswerPart:
         """Return what is left, at the end of the tokens."""
         if self._stops.found is not None:
-            return Piece()
+            return AnswerPart()
         text = self._until_stop(self._stream.finish())
         if self._stops.found is None:
             text += self._stops.finish()
@@ -153,9 +153,9 @@ class AnswerWriter:
     def _until_stop(self, text: str) -> str:
         return self._stops.push(text, may_end=self.num_tokens > self._min_tokens)
 
-    def _piece(self, text: str) -> Piece:
+    def _piece(self, text: str) -> AnswerPart:
         self._written += len(text)
-        piece = Piece(text)
+        piece = AnswerPart(text)
         while self._waiting and self._waiting[0][1] <= self._written:
             begin, _, item = self._waiting.popleft()
             piece.logprobs.append(item)
