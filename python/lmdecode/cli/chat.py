@@ -37,7 +37,7 @@ Message = dict[str, Any]
 
 
 def prompt_of(model: TextModel, messages: Sequence[Message], *, asks: bool = True) -> list[int]:
-    """Return the tokens of messages: those that the chat template gives for the whole talk.
+    """Return the tokens of the whole talk, by the chat template.
 
     Without a template, a talk is one plain text, in which the user's lines follow the answers.
     """
@@ -65,14 +65,14 @@ class TalkFile:
 
     @staticmethod
     def _safe(name: str) -> str:
-        """Return a name that a file can have: of a long one a part, and its hash."""
+        """Return a name for a file: a long one is cut, with its hash."""
         safe = quote(name, safe=" ").replace(".", "%2E")
         if len(safe) <= 120:
             return safe
         return f"{safe[:80]}%{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
     def take(self) -> bool:
-        """Have the talk for this process; return whether no other one has it."""
+        """Take the talk for this process; return False if another one has it."""
         try:
             import fcntl
         except ImportError:  # where there are no such locks, the last one to write stays
@@ -201,7 +201,7 @@ class Talk:
         self._keep()
 
     def undo(self) -> str | None:
-        """Forget the last answer and what it answered, which is returned; None: there is none."""
+        """Forget the last line and its answer; return the line, None if there is none."""
         if self.num_turns == 0:
             return None
         *self.messages, line, _ = self.messages
@@ -235,7 +235,7 @@ def default_store() -> Path:
 
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command to those of a parser."""
+    """Add the command to a parser's commands."""
     parser = commands.add_parser(
         "chat",
         help=COMMANDS["chat"],
@@ -271,7 +271,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _opened(path: Path, fingerprint: Any, closing: contextlib.ExitStack) -> tuple[Any, str | None]:
-    """Return the store of keys and values, None if there cannot be one, and what to say of it."""
+    """Return the store of keys and values, None if there cannot be one, and a note or None."""
     try:
         from lmdecode.store import KVStore, StoreError, StoreLockedError
     except ImportError as error:
@@ -411,7 +411,7 @@ class _Chat:
                 return
 
     def _line(self, prompt: str) -> str:
-        """Return what the user writes, of any number of lines that end with a backslash."""
+        """Return the user's line; one that ends with a backslash goes on in the next."""
         if self._is_terminal:
             line = input(prompt)
         else:
@@ -467,7 +467,7 @@ class _Chat:
         return self._reasoning.starts_inside(self._model.template.render(messages))
 
     def _keep_tokens(self, tokens: list[int]) -> None:
-        """Let the store's session have the talk's tokens, rewound to where it parts from them."""
+        """Write the talk's tokens to the store's session, rewound to where they differ."""
         if self._kept is None:
             return
         known = self._kept.tokens
@@ -483,7 +483,7 @@ class _Chat:
     # ---- commands
 
     def _command(self, line: str) -> bool:
-        """Do what a line asks that begins with a slash; return whether the talk ends."""
+        """Run a line that begins with a slash; return whether the talk ends."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name in ("/exit", "/quit", "/bye"):
@@ -583,7 +583,7 @@ class _Plain:
 
 
 class _Writer(_Plain):
-    """Writes an answer to a terminal, and what the model thinks dimmed."""
+    """Writes an answer to a terminal, the model's thoughts dimmed."""
 
     def __init__(self, reasoning: ReasoningFormat | None, starts_inside: bool) -> None:
         super().__init__()

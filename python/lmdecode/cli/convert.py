@@ -24,7 +24,7 @@ __all__ = ["add_command"]
 
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command to those of a parser."""
+    """Add the command to a parser's commands."""
     parser = commands.add_parser(
         "convert",
         help=COMMANDS["convert"],

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 __all__ = ["CommandError", "one_line", "told"]
 
-# What the library puts before an error, and is of no use to who has given a command.
+# The library's prefix of an error, which is of no use to the user of a command.
 _OF_LIBRARY = re.compile(r"^(TextModel|Tokenizer|Decoding|ChatTemplate)(\.\w+)?: ")
 _INTERRUPTED = 130  # of a shell: 128 and the number of the signal
 

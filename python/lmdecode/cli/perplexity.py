@@ -30,7 +30,7 @@ class _CommandError(Exception):
 
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command to those of a parser."""
+    """Add the command to a parser's commands."""
     about = "Measure the perplexity of a text, in one or several formats of weights."
     parser = commands.add_parser(
         "perplexity",

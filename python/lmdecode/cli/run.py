@@ -30,7 +30,7 @@ _INTERRUPTED = 130
 
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command to those of a parser."""
+    """Add the command to a parser's commands."""
     parser = commands.add_parser(
         "run",
         help=COMMANDS["run"],

@@ -31,7 +31,7 @@ _M_ARENA_MAX, _ARENAS = -8, 2  # of glibc's mallopt
 
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command to those of a parser."""
+    """Add the command to a parser's commands."""
     parser = commands.add_parser(
         "serve",
         help=COMMANDS["serve"],

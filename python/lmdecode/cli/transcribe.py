@@ -27,7 +27,7 @@ class _CommandError(Exception):
 
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command to those of a parser."""
+    """Add the command to a parser's commands."""
     about = "Write what is said in files of sound or video."
     parser = commands.add_parser("transcribe", help=about, description=about)
     parser.add_argument(

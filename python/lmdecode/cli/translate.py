@@ -27,7 +27,7 @@ _LINES = 512  # at a time: their results are written before the next ones are re
 
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command to those of a parser."""
+    """Add the command to a parser's commands."""
     parser = commands.add_parser(
         "translate",
         help=COMMANDS["translate"],
@@ -52,7 +52,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _check_source(given: argparse.Namespace) -> None:
-    """Check what is named to be translated."""
+    """Check the files that are to be translated."""
     text = given.text
     for path in given.file:
         if not path.exists() or path.is_dir():

@@ -86,7 +86,7 @@ _LOOKUP = {"prompt_lookup_num_tokens": 8}
 
 
 def levels_here() -> tuple[str, ...]:
-    """The CPU levels that this machine and this build have, that of this process last."""
+    """Return the CPU levels of this machine and this build, this process's last."""
     own = lmdecode.cpu_capability()
     return (*(level for level in lmdecode.cpu_capabilities() if level != own), own)
 
@@ -128,7 +128,7 @@ class Checks:
         self._kinds = [asked.kind for asked in texts.compared]
 
     def lines(self) -> Iterator[tuple[str, Callable[[], Found]]]:
-        """Yield the name of each line, and what finds it."""
+        """Yield the name of each line, and its check."""
         yield "alone", lambda: self._found(None, self._alone)
         yield f"in a batch of {BATCH}", lambda: self._found(self._alone.bits, self._batch())
         yield "on one thread", partial(self._on_threads, 1)
@@ -145,7 +145,7 @@ class Checks:
         yield "with a byte of the store flipped", partial(self._with_a_flip, around)
 
     def _found(self, expected: Bits | None, *several: Written, **more: str) -> Found:
-        """Return the first bits that are not the expected ones, else those."""
+        """Return the first bits that differ from the expected ones, else the expected ones."""
         other = next((each for each in several if each.bits != expected), several[0])
         return Found(other.bits, expected, self._kinds, **more)
 
@@ -177,7 +177,7 @@ class Checks:
             torch.set_num_threads(before)
 
     def _with_drafts(self) -> Found:
-        """By prompt lookup in a batch; alone by the model itself, whose drafts are right."""
+        """By prompt lookup in a batch; alone by the model itself, which drafts right."""
         batch = self._batch(**_LOOKUP)
         alone = self._write_alone(
             assistant_model=self._decoding, assistant_confidence_threshold=0.0
@@ -297,7 +297,7 @@ the same bits at every CPU level; texts have others, as floats are summed otherw
 
 
 class _Model(NamedTuple):
-    """A model, what it is called, its texts, and its folder if ``Decoding.load`` takes it."""
+    """A model, its name, its texts, and its folder if ``Decoding.load`` takes it."""
 
     decoding: Decoding
     name: str
@@ -306,7 +306,7 @@ class _Model(NamedTuple):
 
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command to those of a parser."""
+    """Add the command to a parser's commands."""
     parser = commands.add_parser(
         "verify",
         help=COMMANDS["verify"],

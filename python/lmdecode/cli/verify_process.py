@@ -1,6 +1,6 @@
 """Processes of ``lmdecode verify``: at another CPU level, and around a store that is killed.
 
-``python -m lmdecode.cli.verify_process TASK PLAN ...``, of which each line that is printed is JSON.
+``python -m lmdecode.cli.verify_process TASK PLAN ...``, which prints lines of JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lmdecode.decoding import Decoding
 
 __all__ = ["AfterKill", "Plan", "ProcessError", "after_kill", "main", "process_facts"]
 
-_CAPACITY_BYTES = 1 << 36  # what is written is far less
+_CAPACITY_BYTES = 1 << 36  # far more than is written
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _until_killed(texts: Texts) -> Iterator[tuple[int, Asked]]:
 
 
 def _write(plan: Plan, store_folder: str) -> None:
-    """Store prompts while texts are written, and tell of each how much of it is stored."""
+    """Store prompts while texts are written, and tell how much of each is stored."""
     from lmdecode.store import KVStore
 
     decoding, texts = plan.load()
@@ -97,7 +97,7 @@ def _write(plan: Plan, store_folder: str) -> None:
 
 
 def _read(plan: Plan, *store_folders: str) -> None:
-    """Write the texts with each store, and tell their bits and what came from the store."""
+    """Write the texts with each store; tell their bits and the tokens from the store."""
     from lmdecode.store import KVStore
 
     decoding, texts = plan.load()
@@ -122,11 +122,11 @@ def main(task: str, plan: str, *arguments: str) -> None:
 
 
 _ACKNOWLEDGED = 8  # prompts, when the writer is killed
-# Of a slot: docs/reference/store_format.md.
+# A slot: see docs/reference/store_format.md.
 _MAGIC, _ALIGNED = b"LMDKVSLT", 4096
 _HEADER = struct.Struct("<8sIIQQIIII")  # magic, version, size, area, num_tokens, count, ..., planes
 _CHECKSUMS, _CHECKSUM_BYTES, _TOKEN_BYTES = 120, 4, 4
-# Of the last key the byte before the last: of a float the highest bit of its mantissa.
+# In the second last byte of the last key, a float's highest bit of the mantissa.
 _FLIPPED, _FROM_END = 0x40, 2
 
 
@@ -138,7 +138,7 @@ class ProcessError(Exception):
 def _started(
     task: str, plan: Path, *arguments: object, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """Start a process, which is killed at the end; what it writes to its stderr is in the file."""
+    """Start a process, which is killed at the end; the file has its stderr."""
     command = [sys.executable, "-m", __name__, task, str(plan), *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
@@ -204,7 +204,7 @@ def _kill_a_writer(plan: Path, folder: Path, number: int) -> tuple[int, ...]:
 
 
 def _slots(memory: mmap.mmap) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
-    """Of each slot: its place, the tokens before its own, its own, and the size of its header."""
+    """Yield each slot's place, the tokens before its own, its own, and the size of its header."""
     place = memory.find(_MAGIC)
     while place >= 0:
         if place % _ALIGNED == 0:

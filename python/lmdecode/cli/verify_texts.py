@@ -36,15 +36,15 @@ BATCH = 64
 Bits = tuple[str, ...]
 
 _NEW = 24  # tokens of a text
-_TOLD = {"logprobs": 16}  # of the best tokens of each place; the sampler has other ways without
+_TOLD = {"logprobs": 16}  # best tokens of each place; without them the sampler takes other paths
 _BEAMS = {"num_beams": 4, "num_return_sequences": 2}
 _SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 _PENALISED = {
     "temperature": 1.1, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.2,
     "frequency_penalty": 0.2, "no_repeat_ngram_size": 3,
 }  # fmt: skip
-#: Of each request whose bits are compared: its kind, where its prompt begins and how many tokens it
-#: has, parameters. Drafts meet long texts; the last two prompts begin alike.
+#: The compared requests: kind, where the prompt begins, its tokens, parameters. Drafts meet long
+#: texts; the last two prompts begin alike.
 COMPARED: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("greedy", 0, 7, _TOLD),
     ("sampled", 5, 40, {**_SAMPLED, **_TOLD, "seed": 1}),
@@ -69,7 +69,7 @@ class Asked(NamedTuple):
 
     @property
     def places(self) -> int:
-        """What it takes of an engine's ``max_requests``."""
+        """Its places among an engine's ``max_requests``."""
         return int(self.arguments.get("num_beams", 1))
 
 
@@ -142,7 +142,7 @@ def digest(parts: Sequence[bytes | memoryview | str]) -> str:
 
 
 def _bits(request: Request) -> str:
-    """The digest of a request: its tokens, their log-probabilities, those of the best tokens."""
+    """Return the digest of a request's tokens and log-probabilities, also of the best tokens."""
     result = request.result()
     parts: list[bytes | memoryview] = [struct.pack(f"<{len(result.tokens)}q", *result.tokens)]
     for token in result.logprobs or ():
@@ -303,7 +303,7 @@ def _integer_products() -> Iterator[Any]:
                 yield layer(_values(rows, size_in, seed=rows).clamp(-9, 9))
 
 
-#: Their kinds, and what yields the results of calls.
+#: Kinds of ops, and functions that yield the results of calls.
 OPS: dict[str, Callable[[], Iterator[Any]]] = {
     "top_k_top_p_sample": _samples,
     "Sampler": _stages,

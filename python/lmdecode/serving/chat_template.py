@@ -65,7 +65,7 @@ def _environment() -> Any:
         )
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %}``, around what an assistant says: its text is what is within."""
+        """``{% generation %}`` around an assistant's text, which is left as it is."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -211,7 +211,7 @@ class ChatTemplate:
         joins_systems: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation: that of transformers' ``apply_chat_template``.
+        """Return the text of a conversation, as transformers' ``apply_chat_template`` does.
 
         A failure of the template names the message that the template was at, where it shows.
 
@@ -279,7 +279,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         num_joined: int = 0,
     ) -> str:
-        """Return the text of messages, of which the first one may be several that were joined."""
+        """Return the text of messages; the first may be several that were joined."""
         chat: list[dict[str, Any]] = []
         try:
             chat += [_with_reasoning(_plain(message)) for message in messages]
@@ -301,7 +301,7 @@ class ChatTemplate:
         return _cut(text, final) if goes_on else text
 
     def _tag(self, chat: list[dict[str, Any]], name: str) -> str:
-        """Put a mark behind the last message; return its text."""
+        """Put a mark after the last message; return its text."""
         message = chat[-1]
         content = message.get("content")
         if content is None:
@@ -349,7 +349,7 @@ def _place_of(error: BaseException, chat: Sequence[Mapping[str, Any]]) -> int | 
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without what is None; its thoughts by the names that templates read."""
+    """Return a message without entries of None, its thoughts by the names that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     thoughts = next((message[name] for name in _REASONING if name in message), None)
     if thoughts is not None:

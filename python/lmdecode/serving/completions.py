@@ -86,7 +86,7 @@ class Completion:
     def _choice(
         self, index: int, piece: AnswerPart, stop: str | int | None = None, *, begins: bool = True
     ) -> dict[str, Any]:
-        """Return a piece of an answer, or all of it; ``begins``: what it begins with is in front.
+        """Return a piece of an answer, or all of it; ``begins``: its echo is in front.
 
         Log-probabilities are there, if asked for, of the tokens of both.
         """

@@ -44,7 +44,7 @@ class Node:
 
 
 class Row(Node):
-    """Parts one behind the other; without parts the empty text."""
+    """Parts in a row; without parts the empty text."""
 
 
 class Alternatives(Node):
@@ -52,7 +52,7 @@ class Alternatives(Node):
 
 
 class Repeated(Node):
-    """A part at least and at most so many times; ``most`` is at least 1, None: any number."""
+    """A part, ``least`` to ``most`` times; ``most`` is at least 1, or None for any number."""
 
     def __init__(self, part: Node, least: int, most: int | None) -> None:
         super().__init__([part])
@@ -325,7 +325,7 @@ class _Reader:
 _MAX_SYMBOLS = 50_000  # of rules
 _MAX_REGEX = 100_000  # characters of a terminal
 _MAX_NESTED = 100  # brackets in it
-_MAX_PAIRS = 200_000  # of its places, one behind the other
+_MAX_PAIRS = 200_000  # of its places that may follow each other
 _WORK = 500_000  # steps for terminals, and for what may follow: then they are taken apart
 
 
@@ -365,7 +365,7 @@ class _Terminal(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of its places, and of pairs of them one behind the other."""
+        """Number of its places, and of pairs of places that may follow each other."""
         return len(self.sets) + sum(map(len, self.next))
 
     def takes(self, places: Iterable[int]) -> int:
@@ -423,7 +423,7 @@ class _Writer:
         self._work = _WORK
 
     def _find_terminals(self) -> None:
-        """Find the terminals of all parts, those of a rule after those of rules that it names."""
+        """Find the terminals of all parts, of a rule after the rules that it names."""
         users: dict[str, list[str]] = {name: [] for name in self._of_name}
         missing = dict.fromkeys(self._of_name, 0)
         for name, rule in self._of_name.items():
@@ -640,7 +640,7 @@ class _Writer:
         return bool(found)
 
     def _goes_on(self, one: _Terminal, other: _Terminal, bits: int) -> tuple[int, int] | None:
-        """Return where behind a text of one terminal another goes on with some characters.
+        """Return where, after a text of one terminal, another goes on with some characters.
 
         These are the place of the text's last character in it, and the next.
         """
@@ -664,7 +664,7 @@ class _Writer:
         return None
 
     def _behind(self, rules: _Rules) -> dict[str, tuple[_Terminal, int]]:
-        """Return all terminals by their regex, with the characters that may stand behind them."""
+        """Return all terminals by their regex, with the characters that may follow them."""
         first, nullable = [0] * len(rules), [False] * len(rules)
 
         def begin_of(symbol: _Symbol) -> tuple[int, bool]:

@@ -96,7 +96,7 @@ class GrammarState:
         if self._matcher.is_error():
             reason = self._matcher.stop_reason()
             error = ValueError if reason in ("NoExtension", "NotStopped") else RuntimeError
-            # Too many ways to go on are one text's; other limits are those of the shared lexer.
+            # A text alone has too many ways to go on; the other limits are the shared lexer's.
             self._grammar.is_spent |= error is RuntimeError and reason != "ParserTooComplex"
             raise error(f"the grammar {what}: {_one_line(self._matcher.get_error())}")
 
@@ -320,7 +320,7 @@ def _entry_of(source: GrammarSource, lark_of_gbnf: Callable[[str], str]) -> dict
 
 
 def _one_line(message: str) -> str:
-    """Return the part of an error that says what is wrong, as one line."""
+    """Return the cause that an error tells, as one line."""
     if "oneOf constraints" in message:
         return "it cannot keep oneOf, two of whose schemas may fit one value"
     if "Too many items" in message:

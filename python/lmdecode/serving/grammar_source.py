@@ -1,6 +1,6 @@
 """Grammars as text: JSON schemas as the compiler takes them, and the fields that ask for them.
 
-The fields are those of OpenAI, vLLM and llama.cpp.
+The fields are OpenAI's, vLLM's and llama.cpp's.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _changed(
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose objects with ``properties`` have no others, unless it says so."""
+    """Return a schema in which objects with ``properties`` have no others, unless it says so."""
     has_names = any(isinstance(schema.get(name), dict) for name in _MAPS[:2])
     if has_names:
         schema.setdefault("additionalProperties", False)
@@ -147,7 +147,7 @@ def schema_text(
 def _with_any_of(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema whose ``oneOf`` is ``anyOf`` where numbers show that no two fit one value.
 
-    The compiler sees that of types and of other constants itself.
+    The compiler itself sees that types and other constants differ.
     """
     parts = schema.get("oneOf")
     if "anyOf" not in schema and isinstance(parts, list):
@@ -218,7 +218,7 @@ def _check_schema(schema: dict[str, Any]) -> None:
 def _common_multiple(multiple: int, value: object) -> int:
     """Return the least common multiple with a value of multipleOf, without its decimal point."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return multiple  # the compiler says what is wrong
+        return multiple  # the compiler raises the error
     if value <= 0 or (isinstance(value, float) and not math.isfinite(value)):
         return multiple
     digits = Fraction(str(value))
@@ -266,7 +266,7 @@ def check_lark(text: str, *, allows_not: bool = False) -> None:
 
 
 def _without_schemas(text: str) -> str:
-    """Return a grammar without the schemas behind ``%json``, which are checked."""
+    """Return a grammar without the schemas after ``%json``, which are checked."""
     parts, at = [], 0
     while (found := re.compile(r"%json\s*").search(text, at)) is not None:
         parts.append(text[at : found.start()])
@@ -407,7 +407,7 @@ def _structured_outputs(param: str, value: Any) -> GrammarSource | None:
 
 
 def _within(param: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
-    """Return what a function makes of a field; its error names the field."""
+    """Return a field as a function reads it; its error names the field."""
     try:
         return read(param, value)
     except FieldError:
@@ -417,7 +417,7 @@ def _within(param: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
 
 
 _SWITCHES = ("disable_additional_properties", "disable_any_whitespace")
-# Of vLLM, whose grammars have one compiler or another, and none reads the pattern.
+# Fields of vLLM that choose among its compilers; none of them reads the pattern.
 _WITHOUT_EFFECT = ("disable_fallback", "whitespace_pattern")
 _Reader = Callable[[str, Any], GrammarSource | None]
 _STRUCTURED: dict[str, _Reader] = {

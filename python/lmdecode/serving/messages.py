@@ -29,7 +29,7 @@ _THOUGHTS = ("reasoning", "thinking")  # of other servers and clients, where the
 
 
 def joined_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a text: that of its parts, a line each, as in vLLM."""
+    """Return a message with its parts joined to one text, a line each, as in vLLM."""
     if isinstance(message["content"], str):
         return message
     return {**message, "content": "\n".join(part["text"] for part in message["content"])}

@@ -46,7 +46,7 @@ _ALIASES = {
 NAMES: Mapping[str, str] = {"eos_token_id": "stop_token_ids", "max_new_tokens": "max_tokens",
                             "prompt_ids": "prompt", "input_ids": "prompt"}  # fmt: skip
 """Arguments of the engine to the fields that they come from, where those differ."""
-# Of the caller, or advice to a service: without effect.
+# About the caller, or advice to a service: without effect.
 _WITHOUT_EFFECT = (
     "user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prompt_cache_options", "cache_prompt", "verbosity",
@@ -108,7 +108,7 @@ def check_model(fields: Fields, name: str) -> None:
 
 
 def _words(fields: Fields, name: str, tokenizer: Tokenizer, both: bool = False) -> list[list[int]]:
-    """Return the tokens of the words of a field, with ``both`` also those behind a space."""
+    """Return the tokens of the words of a field, with ``both`` also after a space."""
     words: list[list[int]] = []
     for text in fields.texts(name, _MOST_WORDS, _LONGEST_WORD):
         word = text.lstrip() if both else text

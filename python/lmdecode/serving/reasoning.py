@@ -1,4 +1,4 @@
-"""What a model thinks, and what it answers: told apart in its text by the words between them."""
+"""A model's thoughts and its answer, told apart in its text by the words between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReasoningParser(Protocol):
     """Thoughts and answer of a text as it comes. All pieces together are what ``parse`` gives."""
 
     def push(self, text: str) -> list[ReasoningDelta]:
-        """Take the next piece of text; return what is certain by now."""
+        """Take the next piece of text; return the certain part."""
 
     def finish(self) -> list[ReasoningDelta]:
         """Return the rest, when there is no more text."""
@@ -128,7 +128,7 @@ class _Tags:
         self._has_given = False  # something of the present part
 
     def push(self, text: str) -> list[ReasoningDelta]:
-        """Take the next piece of text; return what is certain by now."""
+        """Take the next piece of text; return the certain part."""
         self._text += text
         return self._run(False)
 
@@ -202,7 +202,7 @@ class _Channels:
         self._is_new = False
 
     def push(self, text: str) -> list[ReasoningDelta]:
-        """Take the next piece of text; return what is certain by now."""
+        """Take the next piece of text; return the certain part."""
         self._text += text
         return self._run(False)
 

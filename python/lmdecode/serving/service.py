@@ -85,7 +85,7 @@ class Service:
 
     @functools.cached_property
     def reasoning(self) -> ReasoningFormat | None:
-        """How the model marks what it thinks; None: it does not."""
+        """How the model marks its thoughts; None: it does not."""
         return ReasoningFormat.of_template(self._template_source, self.model.tokenizer)
 
     @property
@@ -268,7 +268,7 @@ class Service:
         self.check_room(len(prompts), waits=True)
         self._num_coming += len(prompts)
         try:
-            # A client that goes ends it behind the prompt that is read, which nothing can stop.
+            # If the client goes, this ends after the current prompt, which nothing can stop.
             return [await asyncio.shield(score_next(prompt)) for prompt in prompts]
         except ValueError as error:
             raise error_of_engine(error, {"ids": "prompt"}) from error

@@ -23,7 +23,7 @@ __all__ = ["TextModel", "is_causal", "local_path", "name_of"]
 
 _OP = "TextModel.load"
 DEFAULT_DTYPE = "int8"
-# What a generation config says of drawing, in words of Engine.submit.
+# The entries of a generation config that Engine.submit takes by the same name.
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
              "repetition_penalty", "no_repeat_ngram_size", "do_sample")  # fmt: skip
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length",
@@ -174,7 +174,7 @@ class TextModel:
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
-    """Return what a model is called: its file's or its folder's name, or that of the hub."""
+    """Return a model's name: its file's or its folder's, or the hub's."""
     path = Path(model).expanduser()
     if path.is_file():
         return path.stem

@@ -25,7 +25,7 @@ _UNKNOWN = "\ufffd"
 
 
 class Stage(Protocol):
-    """A step from words to words, of which the first ones are given before the last are there."""
+    """A step from words to words, which returns the first ones before the last are there."""
 
     def push(self, words: Sequence[str]) -> Sequence[str]:
         """Take words; return those that cannot change any more."""
@@ -45,7 +45,7 @@ class ByteTable:
         self._letter_of = {byte: letter for letter, byte in self._byte_of.items()}
 
     def token_of(self, text: str) -> str:
-        """Return the token whose bytes are a text's."""
+        """Return the token with the bytes of a text."""
         return "".join(self._letter_of[byte] for byte in text.encode())
 
     def bytes_of(self, token: str) -> bytes:
@@ -60,7 +60,7 @@ BYTES = ByteTable()
 
 
 class _ByteLevel:
-    """Bytes to text; what is no UTF-8 is U+FFFD."""
+    """Bytes to text; U+FFFD for bytes that are no UTF-8."""
 
     def __init__(self, bytes_of: Callable[[str], bytes]) -> None:
         self._bytes_of = bytes_of
@@ -135,7 +135,7 @@ class _ByteFallback:
 
 
 class _Suffix:
-    """Words whose suffix is a space, but for the last one."""
+    """Words with a suffix that is a space, except at the last one."""
 
     def __init__(self, suffix: str) -> None:
         self._suffix, self._last = suffix, ""
@@ -179,7 +179,7 @@ class TextReplace:
 
 
 class _StripStart:
-    """Up to so many of a character go from the beginning of a text that comes in parts."""
+    """Removes up to a number of a character from the beginning of a text that comes in parts."""
 
     def __init__(self, character: str, most: int) -> None:
         self._character, self._left = character, most
@@ -200,7 +200,7 @@ class _StripStart:
 
 
 class _AtTheEnd:
-    """All words at once, when there are no more: for a decoder of which no more is known."""
+    """All words at once, when there are no more: for an unknown decoder."""
 
     def __init__(self, decode: Callable[[list[str]], str]) -> None:
         self._decode, self._words = decode, list[str]()

@@ -235,7 +235,7 @@ class Tokenizer:
         return [token.id for part in parts for token in inner.model.tokenize(part)]
 
     def _put_around(self) -> tuple[list[int], list[int]]:
-        """Return the tokens that are put before and behind a text."""
+        """Return the tokens that are put before and after a text."""
         if self._around is None:
             encoded = self.inner.encode("a", add_special_tokens=True)
             mask = encoded.special_tokens_mask
@@ -279,7 +279,7 @@ class Tokenizer:
     def stream(
         self, *, skip_special_tokens: bool = True, kept_special_ids: Collection[int] = ()
     ) -> TextStream:
-        """Return what gives the text of tokens as they come; see ``TextStream``."""
+        """Return a ``TextStream``, which turns tokens into text as they come."""
         return TextStream(
             self, skip_special_tokens=skip_special_tokens, kept_special_ids=kept_special_ids
         )

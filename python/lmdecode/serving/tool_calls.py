@@ -98,7 +98,7 @@ class StreamingToolParser:
         self._pattern = re.compile("|".join(map(re.escape, words))) if words else None
 
     def push(self, text: str) -> list[ContentDelta | CallDelta]:
-        """Take the next piece of text; return what is certain by now."""
+        """Take the next piece of text; return the certain part."""
         self._text += text
         return self._run(False)
 
@@ -132,7 +132,7 @@ class StreamingToolParser:
             self._can_be_bare = True
 
     def _cut(self, reader: CallReader) -> FoundCalls:
-        """Return the complete calls of a text that ends within calls, all of which it takes."""
+        """Return the complete calls of a text that ends within calls; the text is used up."""
         try:
             calls = reader.read(f"{self._text}\0", True)  # something follows, but no end
             assert calls is not None
@@ -154,7 +154,7 @@ class StreamingToolParser:
         return any(text.startswith(one) or one.startswith(text) for one in begins)
 
     def _begin(self, deltas: list[ContentDelta | CallDelta], is_last: bool, is_cut: bool) -> bool:
-        """Give the text before the next call; return whether there is one."""
+        """Put out the text before the next call; return whether there is one."""
         if self._can_be_bare and self._format.bare:
             start = re.match(r"[\s;]*" if self._calls else r"\s*", self._text)
             assert start is not None
@@ -196,7 +196,7 @@ class StreamingToolParser:
         return 0
 
     def _put(self, deltas: list[ContentDelta | CallDelta], count: int) -> None:
-        """Give so many characters as text; space at the end waits for what follows."""
+        """Put ``count`` characters out as text; space at the end waits for more."""
         text, self._text = self._space + self._text[:count], self._text[count:]
         end = len(text.rstrip())
         self._space = text[end:]
@@ -289,16 +289,13 @@ class ToolFormat:
         return GrammarSource("calls", text)
 
     def stream(self, tools: Sequence[Mapping[str, Any]] | None = None) -> StreamingToolParser:
-        """Return what finds the calls of one answer as it comes; see ``StreamingToolParser``."""
+        """Return a ``StreamingToolParser`` for one answer."""
         return StreamingToolParser(self, tools)
 
     def parse(
         self, text: str, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str | None, list[ToolCall]]:
-        """Return the answer's text, None if it has none beside calls, and its calls.
-
-        What is no call is text. Nothing is an error.
-        """
+        """Return the answer's text, None if there are only calls, and its calls; never fails."""
         parser = self.stream(tools)
         content, calls = [], []
         for delta in [*parser.push(text), *parser.finish()]:
@@ -322,7 +319,7 @@ def _tagged(*closes: str, is_bare: bool = False) -> MakeReader:
 
 
 def _inside_tag(*closes: str) -> MakeReader:
-    """Return what reads from ``<function=`` on, which is the marker."""
+    """Return a maker of readers that begin with the marker, ``<function=``."""
     size = len("<function=")
     return lambda at, schemas, names: TaggedReader(at - size, schemas, closes, names)
 
@@ -337,7 +334,7 @@ def _pythonic(*closes: str, until: str = "", is_bare: bool = False) -> MakeReade
 
 
 def _either(first: MakeReader, second: MakeReader) -> MakeReader:
-    """Return what reads by the second way where the first finds no call."""
+    """Return a maker of readers that read the second way where the first finds no call."""
     return lambda at, schemas, names: _Either(first(at, schemas, names), second(at, schemas, names))
 
 
@@ -544,7 +541,7 @@ FORMATS: dict[str, ToolFormat] = {
     ),
 }  # fmt: skip
 
-# What a template has that writes calls so, in the order in which it is asked.
+# How to tell a format by a template's text, in the order in which they are tried.
 _SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("harmony", lambda s: "<|channel|>" in s and "<|message|>" in s),
     ("gemma4", lambda s: "<|tool_call>" in s),

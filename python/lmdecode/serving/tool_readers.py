@@ -51,7 +51,7 @@ class _Values:
         self._begin = re.compile(f"{prefix}({'|'.join(map(re.escape, quotes))})")
 
     def skip(self) -> str:
-        """Skip space; return what is next, empty at the end."""
+        """Skip space; return the next character, empty at the end."""
         found = _SPACE.match(self.text, self.at)
         assert found is not None
         self.at = found.end()
@@ -125,7 +125,7 @@ class _Values:
         return found[0]
 
     def _strings(self) -> str | None:
-        """Return the string that is next; of Python all of them as one; None: there is none."""
+        """Return the next string, Python's several as one; None if there is none."""
         parts: list[str] = []
         self.skip()
         while (found := self._begin.match(self.text, self.at)) is not None:
@@ -177,7 +177,7 @@ class _Values:
 
 
 def _number(text: str, is_python: bool) -> int | float:
-    """Return a number; raise ValueError for what is none, such as 0123 of Python."""
+    """Return a number; raise ValueError for other text, such as 0123 of Python."""
     if len(text) > 1000:
         raise ValueError("a number of more than 1000 digits")
     if _INTEGER.fullmatch(text):
@@ -633,7 +633,7 @@ class TaggedReader:
         return "</parameter>" in found[0] or not self._known or key in self._known
 
     def _beyond(self, text: str, start: int, end: int, is_last: bool) -> int | None:
-        """Return from where on a value may end that seems to end at a place, or ``MORE``."""
+        """Return the earliest end of a value that seems to end at ``end``, or ``MORE``."""
         schema = self._known.get(self._key or "")
         if schema is None:
             return end

@@ -229,7 +229,7 @@ class CallForm(NamedTuple):
 def tokens_of_words(
     words: Collection[str], tokenizer: Any
 ) -> tuple[dict[str, int], frozenset[int]]:
-    """Return the tokens of words that are tokens, and those of them that texts leave out."""
+    """Return the tokens of words that are tokens, and which of them texts leave out."""
     added = tokenizer.inner.get_added_tokens_decoder().items()
     known = {token.content: id_ for id_, token in added}
     token_ids = {word: known[word] for word in words if word in known}
@@ -256,10 +256,10 @@ def lark_of_calls(
     is_forced: bool,
     is_parallel: bool,
 ) -> str:
-    """Return the grammar of an answer whose calls are written as ``form`` has them.
+    """Return the grammar of an answer that writes calls as ``form`` has them.
 
     ``tools`` are those that may be called, at least one, and ``token_ids`` the words that are
-    tokens. A text before and behind calls has none of the ``markers`` that begin with ``<`` or
+    tokens. Text before and after calls has none of the ``markers`` that begin with ``<`` or
     ``[``. ``is_forced``: the answer is calls alone, else a text in which what begins as a call is
     one. ``is_parallel``: there may be several calls, 64 at most. Raises ValueError that names the
     tool whose schema cannot be kept.
@@ -322,7 +322,7 @@ def _add_free_text(
 
 
 def _but_not(*ends: str) -> str:
-    """Return what goes behind a regex of a text, so that none of some regexes fits a part of it."""
+    """Return the end of a regex of texts in which none of some regexes fits a part."""
     any_end = "|".join(ends).replace("/", "\\/")
     return f" & ~/{_ANY}*({any_end}){_ANY}*/" if ends else ""
 
@@ -364,7 +364,7 @@ class _Rules:
         return "\n".join(["%llguidance {}", *lines])
 
     def arguments(self, name: str, tool: Tool) -> str:
-        """Add the rules of a tool's arguments; return what stands for them."""
+        """Add the rules of a tool's arguments; return a term of Lark for them."""
         kind, schema = self._form.arguments, tool.parameters
         if kind == "json":
             return self.add(f"{name}_a", self._json(schema, schema, tool.strict))
@@ -556,7 +556,7 @@ def _lengths(schema: Mapping[str, Any]) -> str:
 def _without(words: Sequence[str]) -> str:
     """Return a regex of texts that have none of some words, each with one ``<``, its first letter.
 
-    It says what may stand behind ``<``: a complement, within a count, takes the compiler too long.
+    It says what may follow ``<``: a complement, within a count, takes the compiler too long.
     """
 
     def behind(ends: Sequence[str]) -> str:

@@ -181,7 +181,7 @@ class Answer:
         )
 
     def _last(self) -> AnswerPart:
-        """Return the piece behind all tokens."""
+        """Return the piece after all tokens."""
         piece = self.writer.finish()
         is_cut = self._is_cut if self.beam is not None else self.request.finish_reason == "length"
         is_stopped = self.writer.stop is not None or not is_cut
@@ -238,7 +238,7 @@ class Work:
         tally.in_flight += len(requests)
 
     def close(self) -> None:
-        """Free the places of what is unfinished, and count all. Done again, it does nothing."""
+        """Cancel unfinished requests, and count all. Done again, it does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

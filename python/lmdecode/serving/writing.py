@@ -61,7 +61,7 @@ class StopFinder:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Return what was held, at the end of the tokens."""
+        """Return the held text, at the end of the tokens."""
         held, self._held = self._held, ""
         return held
 
@@ -106,7 +106,7 @@ class AnswerWriter:
         if behind:
             self._stream.push(behind)
         self._stops, self._min_tokens = StopFinder(stops, keeps_stop), min_tokens
-        # Where the text of a token begins and ends, for those whose text is not certain yet.
+        # Where the text of each token begins and ends that is not certain yet.
         self._waiting: deque[tuple[int, int, TokenLogprob]] = deque()
         self._read = self._written = 0
         self.num_tokens = 0
@@ -122,7 +122,7 @@ class AnswerWriter:
         return self._stops.found
 
     def push(self, items: Sequence[int | TokenLogprob]) -> AnswerPart:
-        """Take tokens, without an end token, and return what they add."""
+        """Take tokens, without an end token, and return the text that they add."""
         texts = []
         for item in items:
             token = item if isinstance(item, int) else item.token
@@ -137,7 +137,7 @@ class AnswerWriter:
         return self._piece("".join(texts))
 
     def finish(self) -> AnswerPart:
-        """Return what is left, at the end of the tokens."""
+        """Return the rest, at the end of the tokens."""
         if self._stops.found is not None:
             return AnswerPart()
         text = self._until_stop(self._stream.finish())
