@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lmdecode.formats.gguf import GgufFile, load_tokenizer
 from lmdecode.formats.gguf.configs import config_entries
-from lmdecode.formats.gguf.facts import Facts
-from lmdecode.formats.gguf.keys import READ, REFUSED, WITHOUT_EFFECT
+from lmdecode.formats.gguf.metadata import READ, REFUSED, WITHOUT_EFFECT, Facts
 from lmdecode.formats.gguf.model import load_parts
 from lmdecode.linear.quantized_weight import QuantizedWeight
 from tests.formats.gguf.test_gguf_models import CASES

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import lmdecode
 from lmdecode.formats.gguf import load_tokenizer, read_tokenizer
-from lmdecode.formats.gguf.splits import SPLITS
+from lmdecode.formats.gguf.tokenizer import SPLITS
 from lmdecode.serving.tokenizer import Tokenizer
 from tests.support.causal_models import model_of, random_config
 from tests.support.gguf_files import write_file, write_model

@@ -3,10 +3,9 @@
 ``lmdecode.Decoding.from_pretrained`` takes such a folder. This package also has its tokenizers.
 """
 
-from lmdecode.formats.ctranslate2.folder import Source, is_ctranslate2, open_folder
+from lmdecode.formats.ctranslate2.folder import Source, is_ctranslate2, load_vocabulary, open_folder
 from lmdecode.formats.ctranslate2.model_file import ModelFile, Variable
 from lmdecode.formats.ctranslate2.tokenizer import load_feature_extractor, load_tokenizer
-from lmdecode.formats.ctranslate2.vocabulary import load_vocabulary
 
 __all__ = [
     "ModelFile", "Source", "Variable", "is_ctranslate2", "load_feature_extractor",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lmdecode.formats.ctranslate2.bart_kind import NO_MATTER, activation_of, is_scaled
+from lmdecode.formats.ctranslate2.encoder_decoder import NO_MATTER, activation_of, is_scaled
 from lmdecode.formats.ctranslate2.names import Names
 
 __all__ = ["causal_of"]

@@ -1,15 +1,23 @@
-"""What the configs of models have in common: sizes, heads, and how these are turned."""
+"""Config entries that several architectures of GGUF files share: sizes, heads, rotary, experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lmdecode.formats.gguf.facts import Facts, refused
+from lmdecode.formats.gguf.metadata import Facts, refused
 
 __all__ = [
-    "check_all_turned", "common", "has_query_bias", "head_size_of", "layer_types", "plain_rope",
+    "check_all_turned",
+    "common",
+    "expert_counts",
+    "expert_size",
+    "has_query_bias",
+    "head_size_of",
+    "layer_types",
+    "layers_without_experts",
+    "plain_rope",
     "rope_of",
-]  # fmt: skip
+]
 
 
 def common(facts: Facts) -> dict[str, Any]:
@@ -95,3 +103,25 @@ def layer_types(facts: Facts, layers: int, period: int) -> list[str]:
 def has_query_bias(facts: Facts) -> bool:
     """Whether queries have a bias, in a tensor of their own or in one with keys and values."""
     return any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in facts.file.tensors)
+
+
+def expert_counts(
+    facts: Facts, name: str = "num_experts", chosen_name: str = "num_experts_per_tok"
+) -> dict[str, int]:
+    """Return the config entries of a layer's experts and of a token's, by these names."""
+    count = facts.count("expert_count")
+    chosen = facts.count("expert_used_count")
+    if chosen > count:
+        raise refused(facts.file, f"has {chosen} experts of a token; expected at most {count}")
+    return {name: count, chosen_name: chosen}
+
+
+def expert_size(facts: Facts, kind: str = "exps") -> int:
+    """Return the inner features of an expert, or of a shared one: files need not tell."""
+    return facts.shape(facts.of_first_layer(f"ffn_down_{kind}.weight"))[-1]
+
+
+def layers_without_experts(facts: Facts, layers: int) -> list[int]:
+    """Return the indices of the layers that have no router."""
+    tensors = facts.file.tensors
+    return [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in tensors]

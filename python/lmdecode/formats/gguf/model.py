@@ -8,11 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from lmdecode.formats.gguf.configs import config_entries
-from lmdecode.formats.gguf.ends import end_tokens
-from lmdecode.formats.gguf.facts import Facts, refused
-from lmdecode.formats.gguf.mtp import FurtherBlock
+from lmdecode.formats.gguf.metadata import Facts, end_tokens, refused
 from lmdecode.formats.gguf.reader import GgufFile
-from lmdecode.formats.gguf.weights import Weights
+from lmdecode.formats.gguf.weights import FurtherBlock, Weights
 
 __all__ = ["load_parts"]
 
