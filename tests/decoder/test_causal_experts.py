@@ -11,8 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lmdecode
-from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, skeleton_of
-from lmdecode.integrations.transformers.decoding.checkpoint_experts import mxfp4_weight
+from lmdecode.integrations.transformers.decoding.checkpoint import (
+    Checkpoint,
+    mxfp4_weight,
+    skeleton_of,
+)
 from tests.support.causal_models import model_of, random_config, random_model, random_tokens
 
 NEW = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}

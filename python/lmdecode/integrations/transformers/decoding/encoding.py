@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from lmdecode.decoder.audio_encoder import CONVOLUTIONS, AudioEncoder, pack_convolution
-from lmdecode.decoder.encoder import PackedEncoder
+from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder, PackedEncoder, pack_convolution
 from lmdecode.integrations.transformers.decoding.encoders import encoder_of
 from lmdecode.integrations.transformers.stand_in import is_stand_in
 

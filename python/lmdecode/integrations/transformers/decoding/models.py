@@ -24,7 +24,7 @@ from lmdecode.integrations.transformers.decoding.checkpoint import (
     auto_class_of,
     skeleton_of,
 )
-from lmdecode.integrations.transformers.decoding.modules import (
+from lmdecode.integrations.transformers.decoding.module_weights import (
     T5_DISTANCES,
     activation,
     bart_parts,

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
 from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
-from lmdecode.integrations.transformers.decoding.causal_models.values import wide
+from lmdecode.integrations.transformers.decoding.causal_models.weight_scaling import wide
 from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, empty_model
 from lmdecode.linear.quantized_weight import split_columns
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,9 @@ from lmdecode.decoder.causal_config import (
     CausalConfig,
     CausalLayerWeights,
     CausalWeights,
+    Heads,
 )
+from lmdecode.decoder.experts import ExpertMatrices, ExpertsConfig
 from lmdecode.decoder.mixers import Mamba2
 from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
     NORMS,
@@ -25,34 +27,259 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     Scaled,
     SideBySide,
     Trunk,
+    linears_of,
     refused,
 )
 from lmdecode.integrations.transformers.decoding.causal_models.architectures import (
     CAUSAL_MODEL_TYPES,
 )
-from lmdecode.integrations.transformers.decoding.causal_models.experts import (
-    expert_weights,
-    experts_config,
-    inner_size,
-)
-from lmdecode.integrations.transformers.decoding.causal_models.heads import (
-    heads_of,
-    per_layer_numbers,
-)
-from lmdecode.integrations.transformers.decoding.causal_models.module_checks import (
-    check_modules,
-)
-from lmdecode.integrations.transformers.decoding.causal_models.values import (
+from lmdecode.integrations.transformers.decoding.causal_models.weight_scaling import (
     chunks,
+    expert_parts,
     floats,
     scaled,
     times,
     wide,
 )
-from lmdecode.integrations.transformers.decoding.modules import ACTIVATIONS, joined
+from lmdecode.integrations.transformers.decoding.module_weights import ACTIVATIONS, joined
 from lmdecode.linear.quantized_weight import index_rows, join_columns
 
 __all__ = ["causal_model_of", "refuse_rope_types"]
+
+
+def heads_of(
+    num_heads: int,
+    layers: Sequence[LayerModules],
+    windows: Sequence[int | None],
+    rotary: Sequence[int | None],
+    frequencies: Sequence[Tensor],
+) -> tuple[Heads, Heads]:
+    """Return the heads of layers with a window, and of those without.
+
+    Parameters
+    ----------
+    num_heads
+        Of queries.
+    layers, windows, rotary
+        Of each layer its modules, its window and which of ``frequencies`` turn its heads.
+
+    Raises
+    ------
+    ValueError
+        Layers that are alike in their window have heads of several kinds.
+    """
+    by_kind: dict[bool, set[Heads]] = {True: set(), False: set()}
+    for layer, window, turn in zip(layers, windows, rotary, strict=True):
+        if (attention := layer.attention) is None:
+            continue
+        groups = getattr(attention, "num_key_value_groups", 1)
+        turned = 0 if turn is None else 2 * frequencies[turn].shape[0]
+        heads = Heads(num_heads, num_heads // groups, attention.head_dim, turned)
+        by_kind[window is not None].add(heads)
+    found = [_one_kind(by_kind[kind] or by_kind[not kind]) for kind in (True, False)]
+    return found[0], found[1]
+
+
+def _one_kind(kinds: set[Heads]) -> Heads:
+    """Return the heads that layers have in common; layers that are not turned fit any."""
+    most = max(heads.rotary_size for heads in kinds)
+    found = {heads._replace(rotary_size=heads.rotary_size or most) for heads in kinds}
+    if len(found) > 1:
+        sizes = " and ".join(
+            f"{h.num_kv_heads} heads of {h.head_size}, {h.rotary_size} turned"
+            for h in sorted(found)
+        )
+        raise refused(f"layers that are alike in their window have {sizes}; expected one kind")
+    return found.pop()
+
+
+def per_layer_numbers(trunk: Trunk, num_layers: int, norm_epsilon: float) -> dict[str, Any]:
+    """Return what ``CausalConfig`` has of inputs beside embeddings."""
+    if trunk.per_layer is None:
+        return {}
+    embedding, scale = trunk.per_layer.embedding, trunk.per_layer.scale
+    return {
+        "per_layer_size": embedding.weight.shape[1] // num_layers,
+        "per_layer_scale": float(embedding.embed_scale.to(embedding.weight.dtype)) * scale,
+        # A norm of what is multiplied by a number is the norm with another epsilon.
+        "per_layer_epsilon": norm_epsilon / trunk.per_layer.projection_scale**2,
+    }
+
+
+def check_modules(
+    trunk: Trunk,
+    head: Any,
+    layers: Sequence[LayerModules],
+    names: Mapping[Any, str],
+    *,
+    is_read_by_name: bool,
+) -> None:
+    """Refuse modules of unexpected types, and parameters that are not read.
+
+    ``names`` has the name of each module. ``is_read_by_name``: values come from elsewhere, by the
+    parameters' names. Raises ValueError if a linear module has another type, a norm an unexpected
+    bias, weights are no floats or have no values, or no module of ``trunk`` and ``layers`` reads a
+    parameter.
+    """
+    modules = [trunk.embedding, trunk.final_norm, trunk.positions]
+    linears, read = [head], set[int]()
+    if trunk.per_layer is not None:
+        modules += [trunk.per_layer.embedding, trunk.per_layer.norm]
+        linears.append(trunk.per_layer.projection)
+    for layer in layers:
+        ffn = (layer.ffn_gate, layer.ffn_up, layer.ffn_down)
+        parts = (*layer.qkv, layer.attention_out, *ffn)
+        linears += [m for part in parts if part is not None for m in linears_of(part)]
+        if layer.experts is not None:
+            shared_gate = layer.experts.shared_gate
+            linears += [] if shared_gate is None else [shared_gate]
+            modules.append(layer.experts.router)
+            read |= {id(parameter) for parameter in layer.experts.experts.parameters()}
+            if layer.experts.choice_bias is not None:
+                read.add(id(getattr(*layer.experts.choice_bias)))
+            for around in (layer.experts.router_norm, layer.experts.scales):
+                read |= set() if around is None else {id(getattr(*around))}
+        linears += [] if layer.per_layer is None else list(layer.per_layer)
+        if layer.sinks:
+            read.add(id(layer.attention.sinks))
+        if layer.delta_rule is not None:
+            parameters = ("A_log", "dt_bias", "D")
+            read |= {id(getattr(layer.delta_rule, name, None)) for name in parameters}
+        for name in NORMS:
+            norm = getattr(layer, name)
+            has_bias = getattr(norm, "bias", None) is not None
+            if has_bias and f"{name}_beta" not in CausalLayerWeights._fields:
+                raise refused(f"{names[norm]} has a bias; expected none")
+            modules.append(norm)
+        modules.append(layer.convolution)
+        if layer.delta_rule is not None and hasattr(layer.delta_rule.norm, "weight"):
+            modules.append(layer.delta_rule.norm)
+    for module in linears:
+        if type(module) not in (torch.nn.Linear, Conv1D):
+            raise refused(
+                f"{names[module]} is a {type(module).__name__}; expected a torch.nn.Linear"
+            )
+    modules = [module for module in (*modules, *linears) if module is not None]
+    for module in modules:
+        weight = module.weight
+        is_there = is_read_by_name or not weight.is_meta
+        if not weight.is_floating_point() or not is_there:
+            come = f"of {weight.dtype}" if is_there else "not loaded"
+            raise refused(f"the weights of {names[module]} are {come}; expected floats")
+    read |= {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    others = [
+        name for name, parameter in trunk.root.named_parameters() if id(parameter) not in read
+    ]
+    if others:
+        raise refused(
+            f"model has {len(others)} parameters that its type does not have, {others[0]} "
+            "the first; expected none"
+        )
+
+
+def inner_size(layer: LayerModules) -> int:
+    """Return the inner features of a feed-forward layer that is not of experts."""
+    up = layer.ffn_up
+    size = int(up.weight.shape[1 if type(up) is Conv1D else 0])
+    return size // 2 if up is layer.ffn_gate else size
+
+
+def experts_config(
+    architecture: Architecture, config: Any, layers: Sequence[LayerModules]
+) -> ExpertsConfig | None:
+    """Return what the layers' experts have in common."""
+    are_there = [layer.experts is not None for layer in layers]
+    if architecture.experts is None or not any(are_there):
+        return None
+    of_experts = [layer for layer in layers if layer.experts is not None]
+    first = of_experts[0]
+    assert first.experts is not None
+    shared = sorted({0 if m.ffn_up is None else inner_size(m) for m in of_experts})
+    if len(shared) > 1:
+        raise refused(
+            f"feed-forward layers beside experts have {', '.join(map(str, shared))} inner "
+            "features; expected the same number in all layers"
+        )
+    down = first.experts.experts.down_proj
+    return ExpertsConfig(
+        size=int(down.shape[1 if first.experts.is_interleaved else 2]),
+        shared_size=shared[0],
+        layers=tuple(are_there),
+        **architecture.experts(config),
+    )
+
+
+def expert_weights(
+    modules: ExpertModules,
+    parameter: Callable[[Any, str], Tensor | None],
+    read: Callable[[str], Any] | None,
+    factor: float,
+) -> dict[str, Any]:
+    """Return the weights of a layer's experts; matrices are read as they are asked for.
+
+    Parameters
+    ----------
+    modules
+        Of the layer.
+    parameter
+        Returns the parameter of a module, by its name there.
+    read
+        Returns a function of an expert's index for ``gate_up_proj`` and ``down_proj``: see
+        ``causal_model_of``. None: the module's own parameters.
+    factor
+        What outputs are multiplied by.
+    """
+    experts, count = modules.experts, modules.router.weight.shape[0]
+
+    def of_module(kind: str) -> Callable[[int], Any]:
+        return lambda e: expert_parts(kind, getattr(experts, kind)[e], modules.is_interleaved)
+
+    read = read or of_module
+    gate_up, down = read("gate_up_proj"), read("down_proj")
+    choice, shared = modules.choice_bias, None
+    if modules.shared_gate is not None:
+        shared = parameter(modules.shared_gate, "weight")
+
+    def half(index: int) -> ExpertMatrices:
+        return ExpertMatrices(count, lambda e: gate_up(e)[index])
+
+    gate_up_bias = parameter(experts, "gate_up_proj_bias")
+    down_bias = parameter(experts, "down_proj_bias")
+    gate_bias, up_bias = None, None
+    if gate_up_bias is not None:
+        halves = (
+            (gate_up_bias[:, ::2], gate_up_bias[:, 1::2])
+            if modules.is_interleaved
+            else gate_up_bias.chunk(2, dim=1)
+        )
+        gate_bias, up_bias = halves
+    return {
+        "router": parameter(modules.router, "weight"),
+        "router_bias": parameter(modules.router, "bias"),
+        "router_choice_bias": None if choice is None else parameter(*choice),
+        "experts_gate": half(0),
+        "experts_gate_bias": gate_bias,
+        "experts_up": half(1),
+        "experts_up_bias": up_bias,
+        "experts_down": ExpertMatrices(count, lambda e: times(factor, down(e), None)[0]),
+        "experts_down_bias": None if down_bias is None else times(factor, down_bias, None)[0],
+        "shared_gate": None if shared is None else floats(shared).reshape(-1),
+        **_around(modules, parameter),
+    }
+
+
+def _around(
+    modules: ExpertModules, parameter: Callable[[Any, str], Tensor | None]
+) -> dict[str, Tensor | None]:
+    """Return the router's norm, and what weights are multiplied by."""
+    gamma = None
+    if modules.router_norm is not None:
+        gamma = parameter(*modules.router_norm)
+        assert gamma is not None
+        gamma = wide(gamma) * modules.router_norm_factor
+    scales = None if modules.scales is None else parameter(*modules.scales)
+    return {"router_norm_gamma": gamma, "router_scale": scales}
+
 
 # The types of rotary embeddings whose frequencies do not depend on the length of the text.
 _ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")

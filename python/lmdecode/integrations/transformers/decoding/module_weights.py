@@ -1,4 +1,4 @@
-"""Helpers for transformers' modules: names of activations, joined linear layers."""
+"""Weights and settings that decoders and encoders of transformers have in common."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ from lmdecode.decoder.config import ActivationName
 from lmdecode.linear.quantized_weight import join_rows
 
 __all__ = [
-    "ACTIVATIONS", "T5_DISTANCES", "activation", "bart_parts", "embedding_scale", "joined",
-    "joined_modules", "positions_of", "t5_bias", "t5_parts", "t5_sizes",
-]  # fmt: skip
+    "ACTIVATIONS",
+    "T5_DISTANCES",
+    "activation",
+    "bart_parts",
+    "embedding_scale",
+    "joined",
+    "joined_modules",
+    "positions_of",
+    "t5_bias",
+    "t5_parts",
+    "t5_sizes",
+]
+
 
 # Distances for which T5's buckets are computed; larger ones need longer sequences.
 T5_DISTANCES = 8192

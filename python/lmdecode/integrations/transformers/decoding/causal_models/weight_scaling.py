@@ -1,4 +1,4 @@
-"""Values of weights while a model is read: floats, halves, and factors that are folded in."""
+"""Weights of a model as it is read: as floats, in halves, and scaled."""
 
 from __future__ import annotations
 
