@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lmdecode._memory import bytes_of
-from lmdecode.decoder.cache_parts import CacheParts, row_format
+from lmdecode.decoder.causal_caches import CacheParts, row_format
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.system import cpu_capability
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lmdecode.decoder.causal_config import CausalLayerWeights, CausalWeights
-from lmdecode.decoder.causal_packing import IS_BFLOAT16, IS_FLOAT32, IS_PACKED
 from lmdecode.decoder.causal_weights import (
     _EMBEDDING_FORMAT,
     _LOGITS,
@@ -16,6 +15,9 @@ from lmdecode.decoder.causal_weights import (
     _NUM_COLUMNS,
     _NUM_MODEL_PARTS,
     _NUM_NUMBERS,
+    IS_BFLOAT16,
+    IS_FLOAT32,
+    IS_PACKED,
 )
 from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, packed
 from tests.support.causal_models import random_tokens

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import lmdecode
-from lmdecode.decoder.device_loop import DeviceDecoder
-from lmdecode.decoder.device_plan import Plan
+from lmdecode.decoder.device_loop import DeviceDecoder, Plan
 from lmdecode.reference import decoder_step as reference
 from tests.decoder.decoder_models import END, MODELS, make_inputs, make_model
 from tests.support import decoder_step_on_cpu

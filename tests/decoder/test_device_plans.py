@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lmdecode
-from lmdecode.decoder import device_plan
+from lmdecode.decoder import device_loop
 from lmdecode.decoder.device_loop import DeviceDecoder
 from tests.decoder.decoder_models import make_inputs, make_model
 from tests.support import decoder_step_on_cpu
@@ -46,7 +46,7 @@ class Replayed:
 def decodings(monkeypatch: pytest.MonkeyPatch) -> tuple[lmdecode.Decoding, lmdecode.Decoding]:
     """Return the decoding in C++, and that by the loop of devices, which captures its steps."""
     Replayed.captures = 0
-    monkeypatch.setattr(device_plan.Plan, "_captured", lambda plan: Replayed(plan))
+    monkeypatch.setattr(device_loop.Plan, "_captured", lambda plan: Replayed(plan))
     model = make_model("marian")
     expected = lmdecode.Decoding.from_pretrained(model)
     got = lmdecode.Decoding.from_pretrained(model)
@@ -98,14 +98,14 @@ def test_a_shape_is_captured_once(decodings) -> None:
 def test_a_step_is_few_launches(decodings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve a layer, and seven for embedding, logits, the choice and the table of beams."""
     counted: list[list[str]] = []
-    step = device_plan.Plan._step
+    step = device_loop.Plan._step
 
     def watch(plan: Any) -> None:
         with Launches() as launches:
             step(plan)
         counted.append(launches.names)
 
-    monkeypatch.setattr(device_plan.Plan, "_step", watch)
+    monkeypatch.setattr(device_loop.Plan, "_step", watch)
     check(decodings, 0)
     layers = len(decodings[1].decoder.weights.layers)
     for names in counted:

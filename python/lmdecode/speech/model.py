@@ -14,7 +14,7 @@ from torch import Tensor
 from lmdecode._checks import type_error
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import new_token_rules
-from lmdecode.decoder.audio_encoder import CONVOLUTIONS, AudioEncoder
+from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.saved_model import MANIFEST, check_unchanged, load_packed
 from lmdecode.decoder.searches import DecodingSearches
