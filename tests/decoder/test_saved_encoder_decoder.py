@@ -288,7 +288,7 @@ def _swap(manifest: dict[str, Any]) -> None:
     [
         (lambda m: m.pop("kind"), r"damaged lmdecode\.json \('kind'\)"),
         (lambda m: m.update(kind="causal"), r"damaged lmdecode\.json"),
-        (lambda m: m.update(version=2), r"damaged lmdecode\.json"),
+        (lambda m: m.update(version=3), "is of version 3, this is version 4"),
         (lambda m: m["facts"].update(tensors=3), r"damaged lmdecode\.json"),
         (lambda m: m["weights"].update(bytes=float("inf")), r"damaged lmdecode\.json"),
         (lambda m: m["facts"].pop("tensors"), r"damaged lmdecode\.json \('tensors'\)"),

@@ -138,10 +138,7 @@ _NONE = -1
 _NUM_NUMBERS = 6
 _NUM_COLUMNS = _NUM_NUMBERS + len(CausalLayerWeights._fields)
 _EMBEDDING_FORMAT, _NORMS_ALL_HEADS = 15, 10  # in sizes
-# Of a layer, and of the model, in models that were saved before there were more.
-_FORMER_PARTS = (18, 23, 34, 43)
 _EMBEDDING, _LOGITS = 0, 5  # in the layout's row of the model
-_FORMER_MODEL_PARTS = (7, 10)
 _MODEL_PARTS = ("embedding", "positions", "rotary", "final_norm_gamma", "final_norm_beta", "logits",
                 "logits_bias", "per_layer_embedding", "per_layer_projection",
                 "per_layer_norm_gamma", "embedding_norm_gamma", "hidden_norm_gamma",
@@ -270,10 +267,6 @@ class PackedCausalModel:
         model._set_caches()
         for name, part in model._offsets().items():
             offsets = torch.tensor(facts[name], dtype=torch.int64, device="cpu")
-            former = _FORMER_PARTS if name == "layer_offsets" else _FORMER_MODEL_PARTS
-            if offsets.dim() == part.dim() and offsets.shape[-1] in former:
-                more = part.shape[-1] - offsets.shape[-1]
-                offsets = torch.nn.functional.pad(offsets, (0, more), value=_NONE)
             if offsets.shape != part.shape:
                 raise ValueError(
                     f"{name} has shape {list(offsets.shape)}; expected {list(part.shape)}"

@@ -32,9 +32,6 @@ __all__ = [
 
 MANIFEST = "lmdecode.json"
 _VERSION = 4
-_BEFORE_KINDS = 2  # the version whose models are decoder-only ones, all of them
-# Before 4 whole numbers had other formats, which weights say themselves, and are kept.
-_READ = (_BEFORE_KINDS, 3, _VERSION)
 # What reading a manifest raises whose facts are of other types, or infinite.
 _ERRORS_OF_FACTS = (
     AttributeError,
@@ -102,7 +99,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(folder, f"has a damaged {MANIFEST} ({error})") from error
-    if version not in _READ:
+    if version != _VERSION:
         raise damaged(folder, f"is of version {version}, this is version {_VERSION}")
     if crc != (expected := _checksum(manifest)):
         raise damaged(folder, f"has a damaged {MANIFEST} (its checksum is {crc}, not {expected})")
@@ -194,8 +191,7 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dic
     manifest = _read_manifest(folder)
     try:
         weights = manifest["weights"]
-        kind = "causal" if manifest["version"] == _BEFORE_KINDS else manifest["kind"]
-        model = _KINDS[kind].of_packed(
+        model = _KINDS[manifest["kind"]].of_packed(
             manifest["config"], manifest["weight_format"], manifest["facts"]
         )
         path, size, crc = folder / weights["file"], int(weights["bytes"]), int(weights["crc32"])
