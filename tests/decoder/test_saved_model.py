@@ -204,37 +204,6 @@ def _take_qkv_for_logits(manifest: dict[str, Any]) -> None:
     facts["model_offsets"][5] = facts["layer_offsets"][0][2]
 
 
-OF_LAYERS = (
-    "global_head_size", "global_num_kv_heads", "global_rotary_size", "ffn_sizes", "shared_keys",
-    "keys_are_values", "value_norm", "per_layer_size", "per_layer_scale", "per_layer_epsilon",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("parts", "switches"),
-    [
-        (18, ("mixers", "attention_gate", "experts", *OF_LAYERS)),
-        (23, ("experts", *OF_LAYERS)),
-        (34, OF_LAYERS),
-        (43, ("attention_beside",)),
-    ],
-    ids=["before states", "before experts", "before inputs of layers", "before Mamba-2"],
-)
-def test_folders_of_former_versions(parts: int, switches: tuple[str, ...], tmp_path: Path) -> None:
-    """Their layers have fewer parts, and their config fewer switches."""
-    ids = random_tokens(5)[None]
-    expected = _saved(tmp_path).generate(ids, max_new_tokens=4)
-    manifest = json.loads((tmp_path / "lmdecode.json").read_text())
-    facts = manifest["facts"]
-    facts["layer_offsets"] = [row[:parts] for row in facts["layer_offsets"]]
-    if OF_LAYERS[0] in switches:
-        facts["model_offsets"] = facts["model_offsets"][:7]
-    for switch in switches:
-        del manifest["config"][switch]
-    _write_manifest(tmp_path, manifest)
-    assert lmdecode.Decoding.load(tmp_path).generate(ids, max_new_tokens=4).equal(expected)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -269,16 +238,6 @@ def test_manifests_of_other_models(
     _write_manifest(tmp_path, manifest)
     with pytest.raises(ValueError, match=r"^Decoding\.load: .*" + message):
         lmdecode.Decoding.load(tmp_path)
-
-
-def test_models_of_the_version_before(tmp_path: Path) -> None:
-    """It knew decoder-only models alone, and named no kind."""
-    expected = _saved(tmp_path, "int8").generate(random_tokens(9)[None], **NEW)
-    manifest = json.loads((tmp_path / "lmdecode.json").read_text())
-    assert manifest.pop("kind") == "causal"
-    _write_manifest(tmp_path, manifest | {"version": 2})
-    loaded = lmdecode.Decoding.load(tmp_path, verify=True)
-    assert torch.equal(loaded.generate(random_tokens(9)[None], **NEW), expected)
 
 
 @pytest.mark.parametrize("dtype", sorted(FORMATS))
