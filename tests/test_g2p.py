@@ -21,7 +21,7 @@ from lmdecode.demo.cmudict_words import (
     read_cmudict,
     split_of,
 )
-from lmdecode.demo.g2p_engines import our_engine, transformers_engine
+from lmdecode.demo.g2p import our_engine, transformers_engine
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "g2p"
 MODEL = EXAMPLE / "model"

@@ -119,7 +119,7 @@ CALLS = [
     (
         "matplotlib",
         "demo-all",
-        "from lmdecode.demo._output import pyplot; pyplot()",
+        "from lmdecode.demo._common import pyplot; pyplot()",
     ),
 ]
 

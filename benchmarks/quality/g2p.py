@@ -10,8 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from benchmarks.report import markdown_table
 from lmdecode.demo.cmudict_words import error_rates
-from lmdecode.demo.g2p import encode, held_out_words
-from lmdecode.demo.g2p_engines import Engine, our_engine, transformers_engine
+from lmdecode.demo.g2p import Engine, encode, held_out_words, our_engine, transformers_engine
 from lmdecode.linear.formats import FORMATS
 
 __all__ = ["table"]

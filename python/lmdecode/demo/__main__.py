@@ -15,8 +15,8 @@ import torch
 
 from lmdecode.cli.errors import told
 from lmdecode.demo import beam, g2p, model, sampling, store, window
-from lmdecode.demo._output import NotBuiltError, model_folder, pyplot, readable_path, say
-from lmdecode.demo._store_talk import prepare_processes
+from lmdecode.demo._common import NotBuiltError, model_folder, pyplot, readable_path, say
+from lmdecode.demo.store import prepare_processes
 
 # In the order in which they run. None imports transformers, which takes seconds, before it runs.
 _DEMOS: dict[str, tuple[ModuleType, str]] = {

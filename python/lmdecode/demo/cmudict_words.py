@@ -43,10 +43,7 @@ def split_of(word: str) -> str:
 def parse_cmudict(lines: Iterable[str]) -> Pronunciations:
     """Return the distinct pronunciations of each word, without stress, in the order of the file.
 
-    Parameters
-    ----------
-    lines
-        Of the dictionary: ``word AH0 B`` or ``word(2) AH0 B``, then perhaps ``# comment``.
+    A line is ``word AH0 B`` or ``word(2) AH0 B``, then perhaps ``# comment``.
     """
     words: Pronunciations = {}
     for line in lines:
@@ -82,15 +79,7 @@ def held_out_sample(words: Pronunciations, count: int) -> Pronunciations:
 
 
 class ErrorRates(NamedTuple):
-    """Rates over words, 0.05 for 5 %.
-
-    Attributes
-    ----------
-    phoneme
-        Edits to the nearest pronunciation, over the phonemes of these pronunciations.
-    word
-        Words with any edit.
-    """
+    """Edits a phoneme of the nearest reference, and the share of words with any edit."""
 
     phoneme: float
     word: float

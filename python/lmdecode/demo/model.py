@@ -7,24 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import lmdecode
+from lmdecode._tables import aligned_table
+from lmdecode.cli.errors import one_line
 from lmdecode.cli.terminal import busy
-from lmdecode.demo._model import load_model, print_model
-from lmdecode.demo._output import (
+from lmdecode.demo._common import (
     DemoError,
-    aligned_table,
     bar_chart,
+    fastest,
+    load_model,
     model_folder,
-    one_line,
+    print_model,
     quoted,
     readable_path,
     require,
     say,
 )
-from lmdecode.demo._shipped_weights import pack_shipped_model
-from lmdecode.demo._timing import fastest
-from lmdecode.serving.tokenizer import Tokenizer
+from lmdecode.serving.tokenizer import Tokenizer, read_json
 
 PROMPTS = ("Psalms 23\nThe LORD is my", "And Jesus said unto them,", "In those days there was")
 FORMATS = ("float32", "bfloat16", "int8")
@@ -35,6 +36,43 @@ _SEARCHES: dict[str, dict[str, Any]] = {
 }
 _QUICK_TOKENS = 40
 _FIRST_CALLS = 8
+
+
+def pack_shipped_model(folder: Path) -> lmdecode.Decoding:
+    """Pack the weights of the folder in float32. Of Mistral's switches, it uses the plain ones."""
+    config = read_json(folder / "config.json")
+    file = require("safetensors").safe_open(folder / "model.safetensors", framework="pt")
+
+    def weight(name: str) -> Tensor:
+        return file.get_tensor(f"model.{name}.weight").float()
+
+    def layer(number: int) -> lmdecode.CausalLayerWeights:
+        attention, ffn = f"layers.{number}.self_attn", f"layers.{number}.mlp"
+        weights = dict.fromkeys(lmdecode.CausalLayerWeights._fields)
+        weights |= {
+            "attention_norm_gamma": weight(f"layers.{number}.input_layernorm"),
+            "qkv": torch.cat([weight(f"{attention}.{name}_proj") for name in "qkv"]),
+            "attention_out": weight(f"{attention}.o_proj"),
+            "ffn_norm_gamma": weight(f"layers.{number}.post_attention_layernorm"),
+            **{f"ffn_{name}": weight(f"{ffn}.{name}_proj") for name in ("gate", "up", "down")},
+        }
+        return lmdecode.CausalLayerWeights(**weights)  # type: ignore[arg-type]
+
+    layers, head_size = config["num_hidden_layers"], config["head_dim"]
+    turns = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
+    sizes = lmdecode.CausalConfig(
+        num_layers=layers, model_size=config["hidden_size"], head_size=head_size,
+        num_heads=config["num_attention_heads"], num_kv_heads=config["num_key_value_heads"],
+        ffn_size=config["intermediate_size"], vocab_size=config["vocab_size"],
+        windows=(config["sliding_window"],) * layers, rotary=(0,) * layers, rotary_scales=(1.0,),
+        norm_epsilon=config["rms_norm_eps"],
+    )  # fmt: skip
+    weights = lmdecode.CausalWeights(
+        embedding=weight("embed_tokens"), positions=None, final_norm_gamma=weight("norm"),
+        rotary=(1.0 / config["rope_parameters"]["rope_theta"] ** turns,), final_norm_beta=None,
+        logits=None, logits_bias=None, layers=[layer(number) for number in range(layers)],
+    )  # fmt: skip
+    return lmdecode.Decoding(sizes, weights)
 
 
 def _first_text(folder: Path, tokens: int) -> list[int]:
@@ -79,24 +117,7 @@ def _check(
 
 
 def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) -> None:
-    """Run the demo.
-
-    Parameters
-    ----------
-    model_path
-        Folder of a causal language model and its tokenizer; None: the one of the source tree.
-    plot
-        PNG to write; None: none.
-    tokens
-        New tokens to generate for each prompt.
-    quick
-        Few tokens, rough timings.
-
-    Raises
-    ------
-    DemoError
-        Something is missing, or ids differ from those of transformers.
-    """
+    """Run the demo; DemoError where ids differ from those of transformers."""
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
     first = _first_text(folder, tokens) if model_path is None else None

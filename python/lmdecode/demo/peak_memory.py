@@ -20,22 +20,13 @@ def peak_memory(
 ) -> int:
     """Return the peak memory of a call, less the memory in use before it, in bytes.
 
-    The call runs in a fresh process: in this one it could reuse freed memory, which would not
-    count. Linux only.
+    ``build(*arguments)``, a module-level function, loads and warms up everything that should
+    not count, and returns the call, which is made once in a fresh process: in this one it could
+    reuse freed memory. Linux only.
 
-    Parameters
-    ----------
-    build
-        A module-level function. ``build(*arguments)`` loads and warms up everything that should
-        not count, and returns the call, which is made once. The arguments must be picklable.
-    with_files
-        Whether pages of mapped files count, which the system can reclaim. Without them memory is
-        sampled every millisecond, as Linux keeps no such peak: a shorter peak may be missed.
-
-    Raises
-    ------
-    BaseException
-        Any error of ``build`` or the call.
+    ``with_files`` counts pages of mapped files, which the system can reclaim. Without them
+    memory is sampled every millisecond, as Linux keeps no such peak: a shorter peak may be
+    missed.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:

@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 import lmdecode
-from lmdecode.demo._model import load_model, print_model
-from lmdecode.demo._output import (
+from lmdecode._tables import aligned_table
+from lmdecode.demo._common import (
     DemoError,
-    aligned_table,
+    fastest,
+    load_model,
     model_folder,
+    print_model,
     pyplot,
     quoted,
     require,
     save_figure,
     say,
 )
-from lmdecode.demo._timing import fastest
 from lmdecode.demo.peak_memory import peak_memory
 
 PASSAGE = """Genesis 1
@@ -183,25 +184,7 @@ def _lengths(model: Any, folder: Path, tokens: int, quick: bool) -> list[int]:
 
 
 def run(model_path: Path | None, plot: Path | None, tokens: int, quick: bool) -> None:
-    """Run the demo.
-
-    Parameters
-    ----------
-    model_path
-        Folder of a causal language model with a sliding window, and its tokenizer; None: the one
-        of the source tree.
-    plot
-        PNG to write; None: none.
-    tokens
-        New tokens to generate.
-    quick
-        Few tokens, a short prompt, rough timings.
-
-    Raises
-    ------
-    DemoError
-        Something is missing, or greedy ids differ from those of transformers.
-    """
+    """Run the demo; DemoError where greedy ids differ from those of transformers."""
     folder = model_folder(model_path)
     tokens = min(tokens, _QUICK_TOKENS) if quick else tokens
     model, tokenizer = _load(folder)

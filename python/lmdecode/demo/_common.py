@@ -1,4 +1,4 @@
-"""Output helpers of the demos: one-line errors, tables on a terminal, bar charts."""
+"""Errors, text and charts, models and a timer, which the demos share."""
 
 from __future__ import annotations
 
@@ -6,32 +6,17 @@ import importlib
 import os
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from lmdecode._checks import install_hint
-from lmdecode._tables import aligned_table
 from lmdecode.cli.errors import CommandError, one_line
 from lmdecode.cli.shipped_models import CAUSAL_MODEL, shipped_model
-
-__all__ = [
-    "DemoError",
-    "NotBuiltError",
-    "aligned_table",
-    "bar_chart",
-    "microseconds",
-    "model_folder",
-    "one_line",
-    "pyplot",
-    "quoted",
-    "readable_path",
-    "require",
-    "save_figure",
-    "say",
-    "terminal_width",
-]
 
 _MOST_COLUMNS = 100  # of prose: longer lines are hard to read
 
@@ -41,17 +26,11 @@ class DemoError(CommandError):
 
 
 class NotBuiltError(DemoError):
-    """Ends a demo of what this build of lmdecode has not; it does not end a run of several."""
+    """Ends a demo of a part that this build lacks; a run of several demos goes on."""
 
 
 def require(package: str, extra: str = "demo") -> ModuleType:
-    """Import an optional package, which the extra has.
-
-    Raises
-    ------
-    DemoError
-        It is not installed; names the extra.
-    """
+    """Import an optional package of the extra, or raise a DemoError that names the extra."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -59,13 +38,7 @@ def require(package: str, extra: str = "demo") -> ModuleType:
 
 
 def pyplot() -> ModuleType:
-    """Import matplotlib's pyplot, which draws into files.
-
-    Raises
-    ------
-    DemoError
-        matplotlib is not installed.
-    """
+    """Import matplotlib's pyplot, which draws into files; a DemoError without matplotlib."""
     require("matplotlib", "demo-all").use("Agg")
     return importlib.import_module("matplotlib.pyplot")
 
@@ -73,21 +46,9 @@ def pyplot() -> ModuleType:
 def model_folder(
     chosen: Path | None, ships: Path = CAUSAL_MODEL, kind: str = "a causal language model"
 ) -> Path:
-    """Return the folder of the model: the chosen one, else the one that the source tree ships.
+    """Return the folder the user chose, else ``ships``, a folder of the source tree.
 
-    Parameters
-    ----------
-    chosen
-        By the user; None: the shipped one.
-    ships
-        The shipped model's folder, from the root of the source tree.
-    kind
-        Of model, for the error.
-
-    Raises
-    ------
-    DemoError
-        There is none.
+    Raises DemoError where there is neither; ``kind`` is the error's word for the model.
     """
     if chosen is not None:
         if not (chosen / "config.json").is_file():
@@ -155,19 +116,7 @@ def save_figure(figure: Any, path: Path) -> None:
 def bar_chart(
     path: Path, title: str, labels: Sequence[str], bars: Mapping[str, Sequence[float]]
 ) -> None:
-    """Write a PNG with groups of horizontal bars, a group a label: microseconds, log axis.
-
-    Parameters
-    ----------
-    path
-        Of the PNG.
-    title
-        Above the chart.
-    labels
-        Of the groups, from the top.
-    bars
-        Name of a series to its microseconds, one a group.
-    """
+    """Write a PNG of horizontal bars in microseconds on a log axis, one of each series a label."""
     figure, axes = pyplot().subplots(figsize=(8.5, 1.4 + 0.75 * len(labels)), layout="constrained")
     height = 0.8 / len(bars)
     for number, (name, values) in enumerate(bars.items()):
@@ -184,3 +133,89 @@ def bar_chart(
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=len(bars), frameon=False)
     save_figure(figure, path)
+
+
+# What the files of tokenizers are called.
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "spiece.model", "sentencepiece*")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder; a DemoError where none can be loaded."""
+    transformers = require("transformers")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of the packages, too, that read the files
+        if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
+            raise DemoError(f"no tokenizer in {folder}") from error
+        raise DemoError(f"cannot load the tokenizer in {folder}: {one_line(error)}") from error
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype | None = None, auto_class: str = "AutoModelForCausalLM"
+) -> tuple[Any, Any]:
+    """Return a model of the folder, in its files' dtype by default, and its tokenizer.
+
+    Raises DemoError where they cannot be loaded.
+    """
+    transformers = require("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    options = {} if dtype is None else {"dtype": dtype}
+    tokenizer = load_tokenizer(folder)
+    try:
+        model = getattr(transformers, auto_class).from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        raise DemoError(f"cannot load the model in {folder}: {one_line(error)}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.eval(), tokenizer
+
+
+def print_model(folder: Path, model: Any, *details: str) -> None:
+    """Print a line with the model's folder, its size and further details."""
+    size = f"{model.num_parameters() / 1e6:.1f} million parameters"
+    say(f"Model: {readable_path(folder)}, {', '.join((size, *details))}.\n")
+
+
+# Calls up to this long are repeated within a turn, after an untimed one, so that they find their
+# data in the caches.
+_SHORT_SECONDS = 0.002
+
+
+def fastest(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float,
+    rounds: int,
+    min_calls: int = 3,
+) -> dict[str, float]:
+    """Return by name the CPU seconds of each call's fastest run; torch has one thread.
+
+    The calls take turns, so that what disturbs the machine disturbs all of them alike: ``rounds``
+    each, or as many as its share of ``seconds`` allows, and at least ``min_calls``.
+    """
+    best = {name: _taken(call) for name, call in calls.items()}
+    turns = {}
+    for name, call in calls.items():
+        if best[name] < 0.2:  # else the first call is as good as any
+            best[name] = _taken(call)
+        affordable = int(seconds / len(calls) / max(best[name], 1e-6))
+        turns[name] = max(min_calls, min(rounds, affordable))
+    for turn in range(max(turns.values())):
+        for name, call in calls.items():
+            if turn < turns[name]:
+                best[name] = min(best[name], _turn(call, best[name] < _SHORT_SECONDS))
+    return best
+
+
+def _turn(call: Callable[[], object], is_short: bool) -> float:
+    if not is_short:
+        return _taken(call)
+    call()
+    return min(_taken(call) for _ in range(8))
+
+
+def _taken(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
