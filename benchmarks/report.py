@@ -51,7 +51,8 @@ def _commit() -> str:
     return commit + (" with changes" if changed else "")
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return an installed package's version, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -68,8 +69,8 @@ def machine(threads: int) -> dict[str, str]:
         "commit": _commit(),
         "lmdecode": lmdecode.__version__,
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "llama-cpp-python": _version("llama-cpp-python"),
+        "transformers": version_of("transformers"),
+        "llama-cpp-python": version_of("llama-cpp-python"),
         "Python": platform.python_version(),
         "load average": load,
     }

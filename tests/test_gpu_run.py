@@ -165,7 +165,7 @@ NCU = """==PROF== Connected to process 7
 
 def test_what_ncu_says_becomes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(_ROOT))
-    from benchmarks.gpu.profile import _tables
+    from benchmarks.gpu.watched import _tables
 
     one, two = _tables(NCU)
     assert one == ["decode_kernel", "1.2", "-", "-", "-", "-", "-", "136.0"]
@@ -224,13 +224,13 @@ def test_a_program_that_is_missing_leaves_its_stage_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     monkeypatch.syspath_prepend(str(_ROOT))
-    from benchmarks.gpu import tools
+    from benchmarks.gpu import watched
     from benchmarks.gpu.machine import Machine
 
-    monkeypatch.setattr(tools, "_find", lambda program: None)
+    monkeypatch.setattr(watched, "_find", lambda program: None)
     machine = Machine("cpu")
     machine.is_rehearsal = False
-    assert tools.program_for(machine, name, "smoke_small") == (
+    assert watched.program_for(machine, name, "smoke_small") == (
         None,
         f"Not run: {name} is not installed.",
     )

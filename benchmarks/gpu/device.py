@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import subprocess
@@ -14,8 +12,9 @@ import torch
 
 import lmdecode
 from benchmarks.gpu.machine import Machine
+from benchmarks.report import machine_line, version_of
 
-_OPTIONAL = ("pytest", "pytest-xdist", "hypothesis", "transformers", "numpy")
+_OPTIONAL = ("pytest", "pytest-xdist", "hypothesis", "numpy")
 
 
 def _output(*command: str) -> str:
@@ -26,18 +25,11 @@ def _output(*command: str) -> str:
     return (done.stdout.strip().splitlines() or ["nothing"])[-1]
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
-
-
 def run(machine: Machine) -> Iterator[str]:
     """Describe the machine; draw tokens on its default stream and on another."""
-    yield f"- {platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    yield f"- torch {torch.__version__}, CUDA {torch.version.cuda}, lmdecode {lmdecode.__version__}"
-    yield "- " + ", ".join(f"{package} {_version(package)}" for package in _OPTIONAL)
+    yield f"- {platform.platform()}; {machine_line(torch.get_num_threads())}"
+    yield f"- CUDA {torch.version.cuda}"
+    yield "- " + ", ".join(f"{package} {version_of(package)}" for package in _OPTIONAL)
     if importlib.util.find_spec("lmdecode._store") is None:
         yield "- built without the KV store"
     if not machine.is_rehearsal:

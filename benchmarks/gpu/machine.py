@@ -128,8 +128,8 @@ class Machine:
 
     def tables(self, cases: Iterable[Case]) -> Iterator[str]:
         """Time cases by the harness of all benchmarks; yield a table of each group when it ends."""
-        yield "Ours in a CUDA graph (the median of all), what limits it, and how many times as long"
-        yield "peers take: torch's in a graph too, where one is taken, and ours called from Python."
+        yield "Ours, an op in a CUDA graph (the median of all), what limits it, and how many times"
+        yield "as long peers take: torch's in a graph too, where one is taken, ours from Python."
         for group, members in itertools.groupby(cases, lambda case: case.group):
             results = [run_case(case, _EFFORT, torch.get_num_threads()) for case in members]
             yield from ("", f"### {group}", "", *results_table(results).splitlines())

@@ -10,9 +10,9 @@ import torch
 
 import lmdecode
 from benchmarks.gpu.machine import Machine, header, name_of, row
-from benchmarks.gpu.samples import assert_same_bits
 from lmdecode.beam.search_arguments import SearchOfStep, rules_of_step, searches_of_step
 from lmdecode.beam.token_rules import ALWAYS, one_slot, repeat_token_rules
+from tests.support.cases import assert_same_bits
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _VOCABULARIES = (300, 20_000, 131_072, 1 << 20)
