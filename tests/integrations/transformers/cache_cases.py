@@ -1,8 +1,7 @@
-"""Caches of each kind with random states, and more tiny models for their tests."""
+"""Caches of each kind with random states."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,55 +10,7 @@ import transformers
 from transformers import DynamicCache, StaticCache
 
 from lmdecode.integrations.transformers import BeamDynamicCache
-
-VOCAB = 61
-TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-LLAMA_LIKE = {
-    **TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-def _marian() -> Any:
-    return transformers.MarianMTModel(
-        transformers.MarianConfig(
-            **TOKENS, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
-            max_position_embeddings=128, decoder_start_token_id=0, forced_eos_token_id=None,
-            init_std=0.2,
-        )
-    )  # fmt: skip
-
-
-def _llama_like(name: str, **options: Any) -> Any:
-    kind = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{kind}Config")(**{**LLAMA_LIKE, **options})
-    return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
-MORE_MODELS: dict[str, Callable[[], Any]] = {
-    "gemma2": functools.partial(_llama_like, "Gemma2", query_pre_attn_scalar=8, **SLIDING),
-    "gemma3": functools.partial(_llama_like, "Gemma3", query_pre_attn_scalar=8, **SLIDING),
-    "gpt_oss": functools.partial(
-        _llama_like, "GptOss", num_local_experts=2, num_experts_per_tok=1, **SLIDING
-    ),
-    "marian": _marian,
-}
-
-
-@functools.cache
-def build_cache_model(name: str) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return MORE_MODELS[name]().eval()
+from tests.support.tiny_models import HYBRID, LLAMA_LIKE
 
 
 def states(rows: int, length: int, seed: int = 0, heads: int = 2, dim: int = 4) -> torch.Tensor:
@@ -92,7 +43,7 @@ def llama_config() -> Any:
 
 
 def gemma_config() -> Any:
-    return transformers.Gemma2Config(**LLAMA_LIKE, **SLIDING)
+    return transformers.Gemma2Config(**LLAMA_LIKE, **HYBRID)
 
 
 CACHES: dict[str, Callable[[], Any]] = {

@@ -13,10 +13,17 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from cache_cases import MORE_MODELS, build_cache_model
-from tiny_models import BEAM_MODELS, DECODER_ONLY, ENCODER_DECODER, PAD, VOCAB, build_model
 from transformers import PreTrainedModel
 from window_models import build_window_model
+
+from tests.support.tiny_models import (
+    BEAM_MODELS,
+    DECODER_ONLY,
+    ENCODER_DECODER,
+    PAD,
+    VOCAB,
+    build_model,
+)
 
 
 @pytest.fixture
@@ -29,11 +36,6 @@ def make_model():
         return build_model(name, vocab_size, dtype)
 
     return make
-
-
-@pytest.fixture
-def any_model(make_model) -> Callable[[str], Any]:
-    return lambda name: build_cache_model(name) if name in MORE_MODELS else make_model(name)
 
 
 @pytest.fixture

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from tiny_models import EOS, PAD, VOCAB, build_model, model_arguments
 from transformers import PreTrainedModel
 
 from lmdecode.integrations.transformers import generate_with_store
 from lmdecode.store import Fingerprint, KVStore
+from tests.support.tiny_models import EOS, PAD, VOCAB, build_model, llama_like
 
 SHIPPED = Path(__file__).resolve().parents[3] / "examples" / "kjv_mistral" / "model"
 CHUNK = 16  # of the store's slots
@@ -23,26 +22,14 @@ DECODERS = ("gpt2", "llama", "mistral", "gemma2", "gemma3")
 ENCODER_DECODERS = ("bart", "t5")
 
 
-def _gemma_arguments() -> dict[str, Any]:
-    arguments = model_arguments("llama")[2]
-    # Attention of three tokens, of all, and so on.
-    return {**arguments, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 6}
-
-
 @functools.cache
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny model with random weights."""
     if name not in ("gemma2", "gemma3"):
         return build_model(name, VOCAB, dtype)
-    arguments = _gemma_arguments()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        if name == "gemma2":
-            model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**arguments))
-        else:
-            config = transformers.Gemma3TextConfig(**arguments, sliding_window_pattern=2)
-            model = transformers.Gemma3ForCausalLM(config)
-    return model.eval().to(dtype)
+    # Attention of three tokens, of all, and so on.
+    pattern = {"sliding_window_pattern": 2} if name == "gemma3" else {}
+    return llama_like(name.title(), num_hidden_layers=4, sliding_window=6, **pattern).to(dtype)
 
 
 @functools.cache

@@ -34,8 +34,8 @@ BEAMS = {
 
 @pytest.mark.parametrize("capacity", [0, 200])
 @pytest.mark.parametrize("name", DECODER_ONLY)
-def test_beams_are_those_of_the_dynamic_cache(any_model, padded_prompts, calls, name, capacity):
-    model = any_model(name)
+def test_beams_are_those_of_the_dynamic_cache(make_model, padded_prompts, calls, name, capacity):
+    model = make_model(name)
     expected = model.generate(**padded_prompts, **BEAMS)
     cache = BeamDynamicCache(config=model.config, capacity=capacity)
     got = model.generate(**padded_prompts, **BEAMS, past_key_values=cache)
@@ -63,8 +63,8 @@ def test_beams_of_a_hybrid_model(prompts) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODER)
-def test_cross_attention_is_never_touched(any_model, padded_prompts, calls, name):
-    model = any_model(name)
+def test_cross_attention_is_never_touched(make_model, padded_prompts, calls, name):
+    model = make_model(name)
     expected = model.generate(**padded_prompts, **BEAMS)
     cache = BeamEncoderDecoderCache.from_config(model.config)
     got = model.generate(**padded_prompts, **BEAMS, past_key_values=cache)
@@ -80,9 +80,9 @@ def test_cross_attention_is_never_touched(any_model, padded_prompts, calls, name
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "bart"])
-def test_caches_that_generate_made(any_model, padded_prompts, monkeypatch, name):
+def test_caches_that_generate_made(make_model, padded_prompts, monkeypatch, name):
     """With the layers exchanged in its own object, and reordered by reorder_beams."""
-    model = any_model(name)
+    model = make_model(name)
     expected = model.generate(**padded_prompts, **BEAMS)
     kind = EncoderDecoderCache if model.config.is_encoder_decoder else DynamicCache
     prepare, reordered = model._prepare_cache_for_generation, []

@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from generate_with_4_38 import ForbidTokens
-from tiny_models import build_model, model_arguments
 from transformers import LogitsProcessorList
 
 import lmdecode
@@ -22,6 +21,7 @@ from lmdecode.integrations.transformers import (
     beam_search,
 )
 from lmdecode.integrations.transformers.beam import group_search
+from tests.support.tiny_models import build_model, model_arguments
 
 PAD, EOS, VOCAB = 0, 2, 61
 MODELS = ("gpt2", "llama", "bart")

@@ -260,9 +260,9 @@ def test_expanded_rows_follow_their_prompts(kind: type) -> None:
                 assert torch.equal(got, want[rows])
 
 
-def test_prompts_run_once_give_the_same_logits(any_model, prompts) -> None:
+def test_prompts_run_once_give_the_same_logits(make_model, prompts) -> None:
     for name in ("llama", "mistral", "gemma3"):
-        model = any_model(name)
+        model = make_model(name)
         cache = BeamDynamicCache(config=model.config)
         next_ids = torch.arange(3, 15)[:, None]
         with torch.no_grad():

@@ -28,13 +28,13 @@ from stored_decoding import (
     same,
     store_of,
 )
-from tiny_models import build_model
 
 from lmdecode import Decoding, causal_fingerprint
 from lmdecode.integrations.transformers.decoding import causal_store
 from lmdecode.store import Fingerprint, FingerprintMismatchError, KVStore, StoreError
 from tests.support.causal_models import PAD, model_of, random_config, random_model
 from tests.support.store_faults import replaced_call
+from tests.support.tiny_models import build_model
 
 # --- what belongs to others -----------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import transformers
 from beam_parity import assert_same, both
-from tiny_models import EOS, PAD
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from lmdecode.integrations.transformers import beam_search
+from tests.support.tiny_models import EOS, PAD
 
 
 @pytest.mark.parametrize(

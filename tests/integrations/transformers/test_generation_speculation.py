@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ENCODER_DECODER, VOCAB, build_model
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
@@ -23,6 +22,7 @@ from transformers import (
 
 from lmdecode.integrations.transformers import DynamicRingCache, StaticRingCache, sample
 from tests.support.releases import READS_DRAFTS
+from tests.support.tiny_models import ENCODER_DECODER, VOCAB, build_model
 
 MODEL = Path(__file__).parents[3] / "examples" / "kjv_mistral" / "model"
 pytestmark = READS_DRAFTS

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from store_models import ANSWER, DECODERS, ids, model_of, store_of
-from tiny_models import PAD
 
 from lmdecode.integrations.transformers import generate_with_store
+from tests.support.tiny_models import PAD
 
 _TURNS = [ids(11), ids(5, seed=1), ids(7, seed=2)]
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from beam_parity import lowest_index_first
-from tiny_models import BEAM_MODELS, EOS, build_model
 
 from lmdecode import BeamRequest, BeamSearch, Decoding, PhrasalConstraint, Trie
 from lmdecode.beam.trie import PrefixTokens
 from lmdecode.beam.types import REAL_BEAM_SCORE_BOUND
 from lmdecode.integrations.transformers import beam_search, sample
 from tests.support.beam_searches import TableModel, as_transformers_model, run_requests
+from tests.support.tiny_models import BEAM_MODELS, EOS, build_model
 
 VOCAB = 611
 FIRST = 3  # token that is no special one

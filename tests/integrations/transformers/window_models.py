@@ -10,23 +10,15 @@ import torch
 import transformers
 
 from lmdecode.integrations.transformers import DynamicRingCache, StaticRingCache, register
+from tests.support import tiny_models
+from tests.support.tiny_models import HYBRID, VOCAB, WINDOW
 
 register()
 
-VOCAB, WINDOW = 61, 5
 NEW_TOKENS = 130
 # Many windows long; the second row is shorter than one.
 LENGTH, PADDING = 33, (0, 30, 12)
-LLAMA_LIKE = {
-    "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-}  # fmt: skip
-HYBRID = {
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+LLAMA_LIKE = {**tiny_models.LLAMA_LIKE, "max_position_embeddings": 512}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {},
@@ -51,15 +43,10 @@ CACHES: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 @functools.cache
 def build_window_model(name: str) -> Any:
-    kind = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{kind}Config")(**{**LLAMA_LIKE, **MODELS[name]})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEEDS.get(name, 3))
-        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-        if name == "GptOss":
-            for layer in model.model.layers:
-                layer.self_attn.sinks.data.normal_()
-    return model
+    return tiny_models.llama_like(
+        name, seed=SEEDS.get(name, 3), random_sinks=name == "GptOss", max_position_embeddings=512,
+        **MODELS[name],
+    )  # fmt: skip
 
 
 def prompts(padding: tuple[int, ...] = PADDING, length: int = LENGTH) -> dict[str, torch.Tensor]:
