@@ -80,7 +80,7 @@ def _forget(paths: list[Path]) -> None:
 
 
 def _load(store: KVStore, tokens: Tensor, cold: bool) -> Callable[[], object]:
-    slabs = sorted(Path(store._engine.directory).glob("slab-*"))
+    slabs = sorted(Path(store._handle.directory).glob("slab-*"))
     hit = store.lookup(tokens)
     staging = store.load(hit)
 

@@ -70,7 +70,7 @@ def use(store: KVStore) -> None:
 def test_an_interrupted_verify(large: KVStore) -> None:
     large.flush()
     entries = large.entries()
-    slab = Path(large._engine.directory) / "slab-00000"
+    slab = Path(large._handle.directory) / "slab-00000"
     with slab.open("r+b") as file:  # where an uninterrupted one comes last
         file.seek(entries[-1]["area"] * large.slot_bytes)
         file.write(b"x")

@@ -35,7 +35,7 @@ def _conversation(writer: int, number: int) -> list[int]:
 
 
 def _is_writer(store: KVStore) -> bool:
-    return bool(store._engine.native.is_writer)
+    return bool(store._handle.native.is_writer)
 
 
 # --- one process, two stores ----------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_threads_of_both(two: tuple[KVStore, KVStore]) -> None:
 
 def test_nonsense_on_the_socket_harms_nobody(two: tuple[KVStore, KVStore]) -> None:
     first, second = two
-    shared = second._engine.native
+    shared = second._handle.native
     heads = [struct.pack("<II", *sizes) for sizes in ((2, 0), (2, 0), (12, 0), (9, 1))]
     bodies = [b"{}", b"[]", b'{"call":"x"}', b""]
     for nonsense in (b"", b"\xff" * 64, *map(bytes.__add__, heads, bodies)):
@@ -183,7 +183,7 @@ def test_nonsense_on_the_socket_harms_nobody(two: tuple[KVStore, KVStore]) -> No
             while peer.recv(1 << 12):
                 pass
     assert second.put(_TOKENS, cache(_TOKENS)) == len(_TOKENS)
-    assert os.stat(Path(first._engine.directory) / "socket").st_mode & 0o777 == 0o600
+    assert os.stat(Path(first._handle.directory) / "socket").st_mode & 0o777 == 0o600
 
 
 # --- processes ------------------------------------------------------------------------------------

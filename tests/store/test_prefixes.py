@@ -364,7 +364,7 @@ def test_wrong_calls(open_store: Open, tmp_path: Path) -> None:
 
 def test_token_ids_of_half_a_number(open_store: Open) -> None:
     store = open_store()
-    native, scope = store._engine.native, store._scope(b"")
+    native, scope = store._handle.native, store._scope(b"")
     for call in (native.lookup, native.peek, native.key):
         with pytest.raises(ValueError, match="tokens has 5 bytes; expected int32"):
             call(scope, memoryview(b"\0" * 5))

@@ -295,7 +295,7 @@ def test_a_server_that_is_full(host: Callable[..., KVStore], tmp_path: Path) -> 
             store.flush_remote(20)
         stats = remote_stats(store)
         assert stats["errors"] > 0 and stats["available"] == 1
-        assert "maxmemory" in store._engine.remote.last_error
+        assert "maxmemory" in store._handle.remote.last_error
         assert same(store.load(store.lookup([19] * 300)), cache([19] * 300))
     finally:
         server.kill()

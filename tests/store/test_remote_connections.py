@@ -27,8 +27,8 @@ def test_passwords(
         wrong = host(url.format("swordfish"))
         assert wrong.put(TOKENS, cache(TOKENS)) == 30
         wait_for(lambda: remote_stats(wrong)["errors"] > 0)
-        assert "swordfish" not in wrong._engine.remote.last_error
-        folder = str(Path(store._engine.directory).parent)
+        assert "swordfish" not in wrong._handle.remote.last_error
+        folder = str(Path(store._handle.directory).parent)
         for password in ("hunter2", "swordfish"):
             assert main(["stat", folder, "--remote", url.format(password)]) == 0
         captured = capsys.readouterr()
@@ -68,7 +68,7 @@ def test_tls(host: Callable[..., KVStore], tmp_path: Path) -> None:
         assert host(f"{url}?ssl_ca_certs={certificate}").lookup(TOKENS).num_tokens == 30
         distrustful = host(url, settings={"cool_down": 1000.0})  # the certificate is nobody's
         assert not distrustful.lookup(TOKENS)
-        assert "certificate" in distrustful._engine.remote.last_error.lower()
+        assert "certificate" in distrustful._handle.remote.last_error.lower()
     finally:
         server.kill()
 

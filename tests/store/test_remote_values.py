@@ -102,7 +102,7 @@ def test_the_chain_of_keys_is_the_stores(open_store: Open) -> None:
         data = b"".join(token.to_bytes(4, "little") for token in part)
         key = chain_key(key, begin + len(part), data)
         assert key == store.key(ids[: begin + len(part)])
-    assert open_store(path=store._engine.directory + "-", fingerprint=fingerprint(dtype="float16")
+    assert open_store(path=store._handle.directory + "-", fingerprint=fingerprint(dtype="float16")
                       ).key([]) != store.key([])  # fmt: skip
 
 

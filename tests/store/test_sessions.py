@@ -141,7 +141,7 @@ def test_sessions_of_other_tenants_and_contexts_are_others(open_store: Open) -> 
 def test_a_session_outlives_its_keys_and_values(open_store: Open) -> None:
     """A miss is no error: all tokens are there to be computed again."""
     store = open_store()
-    store = open_store(path=Path(store._engine.directory).parent.parent / "small",
+    store = open_store(path=Path(store._handle.directory).parent.parent / "small",
                        capacity_bytes=2 * store.slot_bytes)  # fmt: skip
     session = store.session("a")
     session.step(A)

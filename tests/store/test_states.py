@@ -200,7 +200,7 @@ def test_what_is_erased_is_overwritten(open_store: Open) -> None:
     put(store, CHUNK)
     put(store, CHUNK + 3)
     needles = [bytes(state(TOKENS[:n]).numpy().tobytes()) for n in (CHUNK, CHUNK + 3)]
-    slab = Path(store._engine.directory) / "slab-00000"
+    slab = Path(store._handle.directory) / "slab-00000"
     assert all(needle in slab.read_bytes() for needle in needles)
     assert store.erase(TOKENS[: CHUNK + 3]) == 2
     assert not any(needle in slab.read_bytes() for needle in needles)
@@ -233,7 +233,7 @@ def test_a_damaged_entry_is_a_miss(open_store: Open, part: str) -> None:
     store = open_store(fingerprint=OF)
     for length in (CHUNK, 2 * CHUNK, 2 * CHUNK + 4):
         put(store, length)
-    slab = Path(store._engine.directory) / "slab-00000"
+    slab = Path(store._handle.directory) / "slab-00000"
     entry = store.entries()[-1]
     begin = entry["area"] * store.slot_bytes
     store.close()
@@ -291,7 +291,7 @@ def test_the_command_line_knows_them(
     store = open_store(fingerprint=OF)
     put(store, CHUNK + 1)
     store.close()
-    folder = str(Path(store._engine.directory).parent)
+    folder = str(Path(store._handle.directory).parent)
     for command in (["ls"], ["stat"], ["verify"], ["gc"]):
         assert main([*command, folder]) in (0, None)
     assert main(["export", folder, str(tmp_path / "file")]) in (0, None)
@@ -332,7 +332,7 @@ def test_the_index_says_another_size(open_store: Open) -> None:
     store = open_store(fingerprint=OF)
     put(store, CHUNK)
     store.close()
-    folder = Path(store._engine.directory)
+    folder = Path(store._handle.directory)
     other = fingerprint(state_size=SIZE + 1)
     folder.rename(folder.parent / other.name)
     with warnings.catch_warnings(), pytest.raises(FingerprintMismatchError):

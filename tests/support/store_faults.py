@@ -54,14 +54,14 @@ def kill_behind(num_tokens: int, code: str, folder: Path) -> None:
 @contextmanager
 def replaced_call(store: KVStore, name: str, instead: Callable[..., Any]) -> Iterator[None]:
     """Let a store have another function in the place of one of its native engine's."""
-    native = store._engine.native
+    native = store._handle.native
 
     class Changed:
         def __getattr__(self, other: str) -> Any:
             return instead if other == name else getattr(native, other)
 
-    store._engine.native = Changed()  # type: ignore[assignment]
+    store._handle.native = Changed()  # type: ignore[assignment]
     try:
         yield
     finally:
-        store._engine.native = native
+        store._handle.native = native

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lmdecode.store._directory_quota import shrink
-from lmdecode.store._files import read_model
-from lmdecode.store._opening import UNLIMITED
+from lmdecode.store._files import read_model, remove_store
+from lmdecode.store._native import UNLIMITED
 from lmdecode.store._remote_tier import remote_report
-from lmdecode.store._removal import remove_store
 from lmdecode.store.errors import FingerprintMismatchError, StoreDamagedError, StoreError
 from lmdecode.store.fingerprint import Fingerprint
 from lmdecode.store.kv_store import KVStore, read_export_head
@@ -125,7 +124,7 @@ def _open(folder: Path, fingerprint: Fingerprint) -> KVStore:
 
 def _open_to_write(folder: Path, fingerprint: Fingerprint, remote: str | None = None) -> KVStore:
     with _open(folder, fingerprint) as reader:
-        by_column = reader._engine.by_column
+        by_column = reader._handle.by_column
     return KVStore(folder, fingerprint=fingerprint, capacity_bytes=UNLIMITED, remote=remote,
                    v_layout="column" if by_column else "row")  # fmt: skip
 
@@ -134,7 +133,7 @@ def _erase_session(store: KVStore, session: str, salt: str) -> bool:
     """Erase it; False: there is none."""
     tenant = store.for_tenant(salt)
     scope = tenant._scope(b"")
-    if store._engine.native.read_session(scope, session.encode()) is None:
+    if store._handle.native.read_session(scope, session.encode()) is None:
         return False
     print(f"  session {session} and {tenant.erase(session=session)} entries erased")
     return True
@@ -197,7 +196,7 @@ def _stat(store: KVStore, remote: str | None) -> None:
         print(f"  {name:<21} {stats[name]}")
     print(f"  {'stored bytes':<21} {sum(entry['bytes'] for entry in store.entries())}")
     if remote is not None:
-        report = remote_report(Remote(url=remote), store.entries(), store._engine.by_column)
+        report = remote_report(Remote(url=remote), store.entries(), store._handle.by_column)
         for name, value in report.items():
             print(f"  {name:<21} {value}")
 

@@ -14,8 +14,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lmdecode.store._native import Hit, PutOptions, Scope, Store
-from lmdecode.store._opening import OpeningOptions, eviction_lock, open_at_once
+from lmdecode.store._native import (
+    Hit,
+    OpeningOptions,
+    PutOptions,
+    Scope,
+    Store,
+    eviction_lock,
+    open_at_once,
+)
 from lmdecode.store.errors import FingerprintMismatchError, StoreError
 from lmdecode.store.fingerprint import Fingerprint
 

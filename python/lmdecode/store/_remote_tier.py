@@ -1,7 +1,8 @@
 """The second tier at work: entries go there after a commit, and come from there after a miss.
 
-Nothing here raises into a caller, and nothing waits for the server but ``fetch``, for a bounded
-time: what the server cannot give is a miss, what it does not take is counted.
+Nothing here raises into a caller except ``erase``. Only ``fetch`` waits for the server, for a
+bounded time. An entry that the server cannot give is a miss; one that it does not take is counted.
+Erasing reads every entry's header, because keys do not tell tokens.
 """
 
 from __future__ import annotations
@@ -11,21 +12,78 @@ import time
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from queue import Empty, Full, Queue
-from typing import Any
+from typing import Any, TypeVar
 
-from lmdecode.store._local_prefix import LocalPrefix
 from lmdecode.store._native import PutOptions, Scope, Store
-from lmdecode.store._remote_erase import Choice
-from lmdecode.store._remote_fetch import Fetch, Progress
-from lmdecode.store._remote_write import Write
+from lmdecode.store._remote_transfer import Fetch, LocalPrefix, Progress, Write
 from lmdecode.store.errors import StoreError
 from lmdecode.store.remote import Remote
-from lmdecode.store.remote_values import RemoteEntry
+from lmdecode.store.remote_values import FIRST_VALUES, RemoteEntry, ValueHead, tails_name
+
+T = TypeVar("T")
+
+_SCANNED_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Target of ``KVStore.erase``, in the form that the compiled store takes.
+
+    Attributes
+    ----------
+    tokens, session
+        At most one is given. Neither: everything of the tenant, in all of its known contexts.
+    """
+
+    store: Store
+    scope: Scope
+    tokens: memoryview | None
+    session: bytes | None
+
+    @property
+    def _is_everything(self) -> bool:
+        return self.tokens is None and self.session is None
+
+    def erase(self, client: Any) -> None:
+        """Remove it from a server. Call this before the local store erases its own entries."""
+        roots = {self.store.key(self.scope, b"")}
+        if self._is_everything:
+            roots.update(self.store.roots(self.scope))
+        size = ValueHead.size + self.store.header_bytes(self.store.chunk_tokens)
+        heads = []
+        names = client.scan_iter(match=FIRST_VALUES, count=_SCANNED_AT_ONCE)
+        for some in _batches(names, _SCANNED_AT_ONCE):
+            with client.pipeline(transaction=False) as pipe:
+                for name in some:
+                    pipe.getrange(name, 0, size - 1)
+                for name, value in zip(some, pipe.execute(), strict=True):
+                    head = ValueHead.of(name, value)
+                    if head is not None and head.root in roots:
+                        heads.append(head)
+        images = [head.image for head in heads]
+        erased = self.store.erases(self.scope, self.tokens, self.session, images)
+        chosen = [head for head, goes in zip(heads, erased, strict=True) if goes]
+        for group in _batches(chosen, _SCANNED_AT_ONCE):
+            with client.pipeline(transaction=False) as pipe:
+                for head in group:
+                    for name in head.names:
+                        pipe.unlink(name)
+                    for by_column in (False, True):
+                        pipe.srem(tails_name(head.parent, by_column), head.count)
+                pipe.execute()
+
+
+def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    while some := list(islice(rest, size)):
+        yield some
+
 
 _FETCHING_THREADS = 4
 _JOIN_SECONDS = 5.0

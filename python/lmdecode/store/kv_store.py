@@ -13,7 +13,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lmdecode._checks import check_int
-from lmdecode.store._engine import Engine
 from lmdecode.store._files import (
     checked_path,
     describe,
@@ -21,9 +20,9 @@ from lmdecode.store._files import (
     read_model,
     write_model,
 )
-from lmdecode.store._opening import UNLIMITED, OpeningOptions
-from lmdecode.store._remote_erase import Choice
-from lmdecode.store._remote_tier import RemoteTier
+from lmdecode.store._handle import StoreHandle
+from lmdecode.store._native import UNLIMITED, OpeningOptions
+from lmdecode.store._remote_tier import Choice, RemoteTier
 from lmdecode.store._tensors import token_ids
 from lmdecode.store.errors import FingerprintMismatchError
 from lmdecode.store.fingerprint import Fingerprint
@@ -194,7 +193,7 @@ class KVStore(Prefixes):
         known = {name: known[name] or getattr(fingerprint, name) for name in known}
         if not readonly:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        engine = Engine(
+        handle = StoreHandle(
             str(directory.absolute()),
             fingerprint,
             OpeningOptions(
@@ -217,18 +216,18 @@ class KVStore(Prefixes):
                 if any(known.values()):
                     write_model(directory, known)
         except BaseException:
-            engine.close()
+            handle.close()
             raise
-        engine.known_model = known
+        handle.known_model = known
         if remote is not None:
-            engine.put_behind(RemoteTier(remote))
-        super().__init__(engine, salt, quota_bytes)
+            handle.put_behind(RemoteTier(remote))
+        super().__init__(handle, salt, quota_bytes)
         self._is_tenant_view = False
 
     def for_tenant(self, salt: str | bytes, quota_bytes: int | None = None) -> KVStore:
         """Return a view of this store for another tenant; closing the view has no effect."""
         view = object.__new__(KVStore)
-        Prefixes.__init__(view, self._engine, salt, quota_bytes)
+        Prefixes.__init__(view, self._handle, salt, quota_bytes)
         view._is_tenant_view = True
         return view
 
@@ -236,22 +235,22 @@ class KVStore(Prefixes):
 
     def __repr__(self) -> str:
         readonly = ", readonly" if self.readonly else ""
-        return f"KVStore({self._engine.directory!r}, model {self.fingerprint.model_id!r}{readonly})"
+        return f"KVStore({self._handle.directory!r}, model {self.fingerprint.model_id!r}{readonly})"
 
     @property
     def readonly(self) -> bool:
         """Whether the store only reads."""
-        return self._engine.readonly
+        return self._handle.readonly
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of a full slot."""
-        return int(self._engine.native.chunk_tokens)
+        return int(self._handle.native.chunk_tokens)
 
     @property
     def slot_bytes(self) -> int:
         """Size of a slot: the unit of capacity and quotas."""
-        return self._engine.slot_bytes
+        return self._handle.slot_bytes
 
     def check_model(self, model: Any) -> None:
         """Raise if a model is not the one whose keys and values are stored here.
@@ -269,7 +268,7 @@ class KVStore(Prefixes):
         FingerprintMismatchError
             It has other weights; the message names both.
         """
-        engine = self._engine
+        handle = self._handle
         config = getattr(model, "config", None)
         ours = replace(
             self.fingerprint,
@@ -278,13 +277,13 @@ class KVStore(Prefixes):
             model_name=str(getattr(config, "_name_or_path", "") or "") or None,
             revision=getattr(config, "_commit_hash", None),
         )
-        known = engine.known_model
+        known = handle.known_model
         if known["mark"] is None:
-            known = engine.known_model = {name: getattr(ours, name) for name in known}
+            known = handle.known_model = {name: getattr(ours, name) for name in known}
             if not self.readonly:
                 with suppress(OSError):  # a full disk: the next call may find room
-                    write_model(Path(engine.directory), known)
-        check_mark("check_model", Path(engine.directory), known, ours)
+                    write_model(Path(handle.directory), known)
+        check_mark("check_model", Path(handle.directory), known, ours)
 
     # --- sessions
 
@@ -302,7 +301,7 @@ class KVStore(Prefixes):
 
     def sessions(self) -> list[tuple[str, int]]:
         """Names and numbers of tokens of all tenants' sessions, the newest first."""
-        return self._engine.native.sessions()
+        return self._handle.native.sessions()
 
     def erase(
         self,
@@ -347,30 +346,30 @@ class KVStore(Prefixes):
         """
         if (tokens is not None) + (session is not None) + bool(everything) != 1:
             raise ValueError("erase: expected one of tokens, session and everything=True")
-        engine = self._engine
+        handle = self._handle
         scope = self._scope(context)
         ids = None if tokens is None else token_ids(tokens, "erase")
         name = None if session is None else session.encode()
-        remote = engine.remote
+        remote = handle.remote
         with nullcontext() if remote is None else remote.quiet():
             if remote is not None:
-                remote.erase(Choice(engine.native, scope, ids, name))
-            count = engine.native.erase(scope, ids, name)
-        with engine.lock:
-            for (salt, of_context, of_name), known in list(engine.sessions.items()):
+                remote.erase(Choice(handle.native, scope, ids, name))
+            count = handle.native.erase(scope, ids, name)
+        with handle.lock:
+            for (salt, of_context, of_name), known in list(handle.sessions.items()):
                 if salt == self._salt and (
                     everything or (of_name == session and of_context == scope.context)
                 ):
                     del known._tokens[:]
-                    if engine.current is known:
-                        engine.current = None
+                    if handle.current is known:
+                        handle.current = None
         return count
 
     # --- upkeep
 
     def flush(self) -> bool:
         """Make all acknowledged entries durable; return False if that fails."""
-        return self._engine.native.flush()
+        return self._handle.native.flush()
 
     def stats(self) -> dict[str, int]:
         """Return counters: stored entries, free areas of both queues, hits, evictions, bytes.
@@ -379,7 +378,7 @@ class KVStore(Prefixes):
         errors, prefixes dropped as the queue was full or the server missing, bytes, waiting
         prefixes, and whether the tier is in use.
         """
-        stats, remote = self._engine.native.stats(), self._engine.remote
+        stats, remote = self._handle.native.stats(), self._handle.remote
         return stats if remote is None else {**stats, **remote.stats()}
 
     def flush_remote(self, timeout: float) -> bool:
@@ -387,16 +386,16 @@ class KVStore(Prefixes):
 
         It returns at once without a second tier, or if the tier is gone or has declined.
         """
-        remote = self._engine.remote
+        remote = self._handle.remote
         return remote is None or remote.drain(timeout)
 
     def entries(self) -> list[dict[str, Any]]:
         """Return the stored entries, one a chunk; a prefix comes before its continuations."""
-        return self._engine.native.entries()
+        return self._handle.native.entries()
 
     def gc(self) -> int:
         """Drop expired entries and free their disk space; return the number of dropped entries."""
-        return self._engine.native.collect()
+        return self._handle.native.collect()
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Read and check every byte. Damaged entries are dropped, if this store writes.
@@ -406,7 +405,7 @@ class KVStore(Prefixes):
         StoreDamagedError
             The index is damaged.
         """
-        entries, num_bytes, sessions, damage = self._engine.native.verify(progress)
+        entries, num_bytes, sessions, damage = self._handle.native.verify(progress)
         return VerifyReport(entries, num_bytes, sessions, tuple(damage))
 
     def backup(self, dst: str | os.PathLike[str], progress: Progress | None = None) -> None:
@@ -417,10 +416,10 @@ class KVStore(Prefixes):
         folder = checked_path("backup", "dst", dst)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = (folder / self.fingerprint.name).absolute()
-        self._engine.native.backup(os.fsencode(directory), progress)
+        self._handle.native.backup(os.fsencode(directory), progress)
         describe(directory, self.fingerprint)
-        if any(self._engine.known_model.values()):
-            write_model(directory, self._engine.known_model)
+        if any(self._handle.known_model.values()):
+            write_model(directory, self._handle.known_model)
 
     def export(
         self,
@@ -434,7 +433,7 @@ class KVStore(Prefixes):
         file = checked_path("export", "path", path).absolute()
         scope = None if session is None else self._scope(context)
         name = (session or "").encode()
-        self._engine.native.export_to(os.fsencode(file), scope, name, progress)
+        self._handle.native.export_to(os.fsencode(file), scope, name, progress)
 
     def import_(self, path: str | os.PathLike[str], progress: Progress | None = None) -> int:
         """Import a file that ``export`` wrote; return the number of new entries.
@@ -455,12 +454,12 @@ class KVStore(Prefixes):
                 f"import: {path} was made with another fingerprint; this store's and the file's:\n"
                 + self.fingerprint.difference(head.fingerprint)
             )
-        return self._engine.native.import_from(os.fsencode(file), progress)
+        return self._handle.native.import_from(os.fsencode(file), progress)
 
     def close(self) -> None:
         """Make everything durable and release the directory. Further calls have no effect."""
         if not self._is_tenant_view:
-            self._engine.close()
+            self._handle.close()
 
     def __enter__(self) -> KVStore:
         return self

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from lmdecode.store._engine import Engine
+from lmdecode.store._handle import StoreHandle
 from lmdecode.store._native import Hit as NativeHit
 from lmdecode.store._native import PutOptions, Scope
 from lmdecode.store._tensors import (
@@ -83,17 +83,17 @@ def _salt_bytes(salt: str | bytes) -> bytes:
 class Prefixes:
     """Prefixes of one tenant in an open store: the part of ``KVStore`` that sessions use."""
 
-    def __init__(self, engine: Engine, salt: str | bytes, quota_bytes: int | None) -> None:
+    def __init__(self, handle: StoreHandle, salt: str | bytes, quota_bytes: int | None) -> None:
         if quota_bytes is not None and not 0 <= quota_bytes <= _NO_QUOTA:
             raise ValueError(f"KVStore: quota_bytes is {quota_bytes}; expected 0 to 2**64 - 1")
-        self._engine = engine
+        self._handle = handle
         self._salt = _salt_bytes(salt)
         self._quota = _NO_QUOTA if quota_bytes is None else quota_bytes
 
     @property
     def fingerprint(self) -> Fingerprint:
         """Of the model."""
-        return self._engine.fingerprint
+        return self._handle.fingerprint
 
     @property
     def failure(self) -> str:
@@ -101,14 +101,14 @@ class Prefixes:
 
         Empty: it writes. After a full disk it is empty again with the first ``put`` that works.
         """
-        return self._engine.native.failure()
+        return self._handle.native.failure()
 
     def _scope(self, context: bytes) -> Scope:
         return Scope(self._salt, checked_bytes(context, "context"))
 
     def key(self, tokens: Sequence[int] | Tensor, *, context: bytes = b"") -> bytes:
         """Return the key of a prefix: the hash of all its tokens, 32 bytes."""
-        return self._engine.native.key(self._scope(context), token_ids(tokens, "key"))
+        return self._handle.native.key(self._scope(context), token_ids(tokens, "key"))
 
     def lookup(self, tokens: Sequence[int] | Tensor, *, context: bytes = b"") -> Hit:
         """Find the longest stored prefix.
@@ -123,28 +123,28 @@ class Prefixes:
         """
         ids = token_ids(tokens, "lookup")
         scope = self._scope(context)
-        if (remote := self._engine.remote) is not None:
-            remote.fetch(self._engine.native, scope, ids, self._put_options(None, False))
-        return Hit(self._engine.native.lookup(scope, ids))
+        if (remote := self._handle.remote) is not None:
+            remote.fetch(self._handle.native, scope, ids, self._put_options(None, False))
+        return Hit(self._handle.native.lookup(scope, ids))
 
     def _load(self, hit: Hit, layers: range, out: KV | None = None) -> KV | None:
-        engine = self._engine
+        handle = self._handle
         if not isinstance(hit, Hit):
             raise TypeError(f"load: hit is {type(hit).__name__}; expected a Hit, from lookup")
         if (native := hit._native) is None:
             return None
-        of = engine.fingerprint
+        of = handle.fingerprint
         targets = checked_cache(out, of, "load", writable=True) if out else []
         if targets and of.scale_dtype is None:
             planes = Planes([tensor for pair in targets for tensor in pair])
         else:
-            cache = empty_cache(of, layers, hit.num_tokens, engine.by_column)
+            cache = empty_cache(of, layers, hit.num_tokens, handle.by_column)
             planes = Planes([tensor for pair in cache for tensor in pair])
         start = time.perf_counter()
-        if not engine.native.load(native, layers.start, len(layers), planes):
+        if not handle.native.load(native, layers.start, len(layers), planes):
             return None
         num_bytes = sum(tensor.nbytes for tensor in planes.tensors)
-        engine.costs.observe_load(num_bytes, time.perf_counter() - start)
+        handle.costs.observe_load(num_bytes, time.perf_counter() - start)
         if out and of.scale_dtype is None:
             return out
         loaded = unpacked(cache, of)
@@ -189,7 +189,7 @@ class Prefixes:
         """
         layers = range(self.fingerprint.num_entries)
         if background:
-            return self._engine.submit(self._load, hit, layers, out)
+            return self._handle.submit(self._load, hit, layers, out)
         return self._load(hit, layers, out)
 
     def load_layers(self, hit: Hit, *, ahead: int = 2) -> Iterator[tuple[Tensor, ...]]:
@@ -207,7 +207,7 @@ class Prefixes:
         coming: list[Future[KV | None]] = []
         for layer in range(count + ahead):
             if layer < count:
-                coming.append(self._engine.submit(self._load, hit, range(layer, layer + 1)))
+                coming.append(self._handle.submit(self._load, hit, range(layer, layer + 1)))
             if layer >= ahead:
                 cache = coming.pop(0).result()
                 if cache is None:
@@ -215,7 +215,7 @@ class Prefixes:
                 yield cache[0]
 
     def _put(self, ids: memoryview, planes: Planes, scope: Scope, put: PutOptions) -> int:
-        stored = self._engine.native.put(scope, ids, planes, put)
+        stored = self._handle.native.put(scope, ids, planes, put)
         self._written(scope, ids, stored, stored < len(ids))
         return stored
 
@@ -228,16 +228,16 @@ class Prefixes:
         return stored
 
     def _written(self, scope: Scope, ids: memoryview, stored: int, declined: bool) -> None:
-        if (remote := self._engine.remote) is not None:
-            remote.offer(self._engine.native, scope, ids, stored)
+        if (remote := self._handle.remote) is not None:
+            remote.offer(self._handle.native, scope, ids, stored)
         self._warn_of_failure(declined)
 
     def _warn_of_failure(self, declined: bool) -> None:
-        engine = self._engine
+        handle = self._handle
         if not declined:
-            engine.has_warned = False
-        elif (failure := self.failure) and not engine.has_warned:  # once until something is stored
-            engine.has_warned = True
+            handle.has_warned = False
+        elif (failure := self.failure) and not handle.has_warned:  # once until something is stored
+            handle.has_warned = True
             warnings.warn(f"KVStore no longer writes: {failure}", RuntimeWarning, stacklevel=4)
 
     def _put_options(self, ttl: float | None, pin: bool) -> PutOptions:
@@ -304,7 +304,7 @@ class Prefixes:
         planes = Planes.checked(kv, self.fingerprint, "put")
         scope, options = self._scope(context), self._put_options(ttl, pin)
         if background:
-            return self._engine.submit(self._put, ids, planes, scope, options)
+            return self._handle.submit(self._put, ids, planes, scope, options)
         return self._put(ids, planes, scope, options)
 
     def put_each(
@@ -328,12 +328,12 @@ class Prefixes:
             for tokens, kv in prefixes
         ]
         scope, options = self._scope(b""), self._put_options(None, False)
-        return self._engine.submit(self._put_each, checked, scope, options)
+        return self._handle.submit(self._put_each, checked, scope, options)
 
     def pin(self, hit: Hit, pinned: bool = True) -> None:
         """Never evict a prefix, or do so again."""
         if hit._native is not None:
-            self._engine.native.pin(hit._native, pinned)
+            self._handle.native.pin(hit._native, pinned)
 
     def should_load(self, hit: Hit) -> bool:
         """Whether loading a hit is faster than computing it, by what was measured so far.
@@ -343,8 +343,8 @@ class Prefixes:
         fingerprint = self.fingerprint
         num_bytes = hit.num_tokens * fingerprint.num_layers * 2 * fingerprint.token_bytes
         num_bytes += fingerprint.state_bytes
-        return self._engine.costs.should_load(hit.num_tokens, num_bytes)
+        return self._handle.costs.should_load(hit.num_tokens, num_bytes)
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
         """Tell how long the model took to compute so many tokens."""
-        self._engine.costs.observe_prefill(num_tokens, seconds)
+        self._handle.costs.observe_prefill(num_tokens, seconds)

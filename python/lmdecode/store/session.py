@@ -24,13 +24,13 @@ class Session:
     def __init__(self, store: Prefixes, id: str, context: bytes = b"") -> None:
         self.id = id
         self._store = store
-        self._engine = store._engine
+        self._handle = store._handle
         self._scope = store._scope(context)
         self._name = id.encode()
         self._tokens = self._read()
 
     def _read(self) -> array[int]:
-        return array("i", self._engine.native.read_session(self._scope, self._name) or b"")
+        return array("i", self._handle.native.read_session(self._scope, self._name) or b"")
 
     @property
     def tokens(self) -> list[int]:
@@ -60,11 +60,11 @@ class Session:
         ids = token_ids(tokens, "step").tolist()
         if any(token < 0 for token in ids):
             raise ValueError(f"step: token id {min(ids)}; expected 0 or more")
-        engine = self._engine
-        with engine.lock:
-            goes_on = not self._tokens or engine.current is self
+        handle = self._handle
+        with handle.lock:
+            goes_on = not self._tokens or handle.current is self
             self._tokens.extend(ids)
-            engine.current = self
+            handle.current = self
         return "continue" if goes_on else "query"
 
     def resume(self, max_tokens: int | None = None) -> tuple[int, KV | None]:
@@ -84,8 +84,8 @@ class Session:
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"resume: max_tokens is {max_tokens}; expected 0 or more")
         tokens = self._tokens[:max_tokens]
-        with self._engine.lock:
-            self._engine.current = self
+        with self._handle.lock:
+            self._handle.current = self
         # A slot that turns out to be damaged is dropped: each turn finds less.
         found = len(tokens) + 1
         while hit := self._store.lookup(tokens, context=self._scope.context):
@@ -99,7 +99,7 @@ class Session:
         return 0, None
 
     def _commit(self, ids: memoryview, computed: int, planes: Planes, put: PutOptions) -> int:
-        stored = self._engine.native.commit_session(
+        stored = self._handle.native.commit_session(
             self._scope, self._name, ids, computed, planes, put
         )
         self._store._written(self._scope, ids, stored, stored < computed)
@@ -158,16 +158,16 @@ class Session:
         # A copy: the session may go on while it is written.
         copy = array("i", tokens)
         if tokens is not self._tokens:
-            with self._engine.lock:
+            with self._handle.lock:
                 self._tokens[:] = copy
         ids = memoryview(copy)
         if background:
-            return self._engine.submit(self._commit, ids, computed, planes, put)
+            return self._handle.submit(self._commit, ids, computed, planes, put)
         return self._commit(ids, computed, planes, put)
 
     def _write(self) -> bool:
         copy = array("i", self._tokens)  # which may go on meanwhile
-        return self._engine.native.write_session(self._scope, self._name, memoryview(copy))
+        return self._handle.native.write_session(self._scope, self._name, memoryview(copy))
 
     def fork(self, id: str) -> Session:
         """Begin another session with the same tokens; it shares what is stored of them.
@@ -193,31 +193,31 @@ class Session:
             raise ValueError(
                 f"rewind: num_tokens is {num_tokens}; expected 0 to {len(self._tokens)}"
             )
-        with self._engine.lock:
+        with self._handle.lock:
             del self._tokens[num_tokens:]
-            if self._engine.current is self:
-                self._engine.current = None
+            if self._handle.current is self:
+                self._handle.current = None
         self._write()
 
     def delete(self) -> None:
         """Forget the session's tokens; keys and values stay until they are evicted."""
-        with self._engine.lock:
+        with self._handle.lock:
             del self._tokens[:]
-            if self._engine.current is self:
-                self._engine.current = None
-        self._engine.native.remove_session(self._scope, self._name)
+            if self._handle.current is self:
+                self._handle.current = None
+        self._handle.native.remove_session(self._scope, self._name)
 
 
 def session_of(store: Prefixes, id: str, context: bytes) -> Session:
     """Return the session of this name: the one in use, else a new object."""
     if not isinstance(id, str):
         raise TypeError(f"session: id is {type(id).__name__}; expected a str")
-    engine = store._engine
+    handle = store._handle
     key = (store._salt, checked_bytes(context, "context"), id)
-    with engine.lock:
-        known: Session | None = engine.sessions.get(key)
+    with handle.lock:
+        known: Session | None = handle.sessions.get(key)
     if known is not None:
         return known
     session = Session(store, id, context)
-    with engine.lock:
-        return engine.sessions.setdefault(key, session)
+    with handle.lock:
+        return handle.sessions.setdefault(key, session)

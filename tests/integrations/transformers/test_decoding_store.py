@@ -300,7 +300,7 @@ def test_a_long_answer_is_kept_by_and_by(
     with store_of(decoding, tmp_path) as store:
         if is_known:
             answer(decoding, PROMPT, store=store)
-        commit = store._engine.native.commit_session
+        commit = store._handle.native.commit_session
 
         def watched(*arguments: Any) -> Any:
             written.append(len(arguments[2]))

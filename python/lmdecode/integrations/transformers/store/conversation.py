@@ -146,16 +146,16 @@ class Conversation:
             )
         with _live_lock:
             live = _live.pop(session, None)
-            for other in [key for key in _live if key._engine is session._engine]:
+            for other in [key for key in _live if key._handle is session._handle]:
                 del _live[other]  # the model leaves it
         known = session._tokens
         is_begun = len(known) > 0
         if common < len(known):
             # A store that is only read cannot note that; this call need not care.
             if self._store.readonly:
-                with session._engine.lock:
+                with session._handle.lock:
                     del known[common:]
-                    session._engine.current = None
+                    session._handle.current = None
             else:
                 self.attempt(lambda: session.rewind(common), None)
         self._left_at = common

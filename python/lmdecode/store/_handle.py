@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from lmdecode.store._directory_quota import LimitedStore
-from lmdecode.store._opening import OpeningOptions, open_compiled
+from lmdecode.store._native import OpeningOptions, open_compiled
 from lmdecode.store._remote_tier import RemoteTier
 from lmdecode.store._shared_store import SharedStore
 from lmdecode.store.cost_model import CostModel
@@ -21,7 +21,7 @@ T = TypeVar("T")
 _BACKGROUND_THREADS = 2
 
 
-class Engine:
+class StoreHandle:
     """The compiled store; every ``KVStore`` of one directory in this process has the same one."""
 
     def __init__(
