@@ -36,14 +36,9 @@ _FOREVER = 2**63 - 1
 class _Folder:
     """State that the stores of one folder share in this process.
 
-    Attributes
-    ----------
-    lock
-        Held while space is reserved. Reentrant: a garbage-collected store may close meanwhile.
-    coming
-        Bytes that are reserved and being written.
-    stores
-        Stores open for writing; their own locks keep them from being opened again.
+    ``lock`` is held while space is reserved; it is reentrant, as a garbage-collected store may
+    close meanwhile. ``coming`` counts bytes that are reserved and being written; ``stores`` holds
+    the stores open for writing, whose own locks keep them from being opened again.
     """
 
     def __init__(self) -> None:
@@ -112,21 +107,8 @@ def _writable_stores(folder: Path) -> Iterator[dict[str, Store]]:
 def shrink(folder: Path, limit: int, at_once: int = 0) -> int:
     """Evict over all fingerprints of a folder until its files take ``limit`` bytes or less.
 
-    Nothing is evicted where that would not do.
-
-    Parameters
-    ----------
-    folder
-        Of the stores, an absolute path.
-    limit
-        Bytes on the disk.
-    at_once
-        Where something has to be evicted, so much at least.
-
-    Returns
-    -------
-    int
-        What they take then: more than ``limit`` where others write too much of it.
+    Evicts at least ``at_once`` bytes, or nothing where that cannot reach the limit. Returns the
+    bytes of the files then: more than ``limit`` where other processes write too much of them.
     """
     if (taken := allocated_bytes(folder)) <= limit:
         return taken
@@ -167,17 +149,7 @@ def _give_back(store: Store, num_bytes: int, until: int) -> int:
 
 
 class LimitedStore:
-    """A compiled store that writes, and keeps its folder within a limit.
-
-    Parameters
-    ----------
-    native
-        The store.
-    directory
-        Of the store, in the folder that has the limit.
-    limit
-        Bytes on the disk, of all files in the folder.
-    """
+    """A compiled store that writes, and keeps all files of its folder within ``limit`` bytes."""
 
     def __init__(self, native: Store, directory: str, limit: int) -> None:
         self.native = native

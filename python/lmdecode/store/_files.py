@@ -95,12 +95,8 @@ _BLOCK = 1 << 20
 def remove_store(directory: Path) -> None:
     """Overwrite the files of a fingerprint's directory, and remove it.
 
-    Raises
-    ------
-    StoreLockedError
-        Something writes it.
-    OSError
-        A file cannot be overwritten or removed; the call can be repeated.
+    Raises StoreLockedError while it has a writer, and OSError where a file cannot be overwritten or
+    removed; the call can be repeated.
     """
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -50,14 +50,9 @@ def eviction_lock(folder: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None
 
 @dataclass(frozen=True)
 class OpeningOptions:
-    """How a store is opened, but for its place, its model and whether it only reads.
+    """How a store is opened, except its directory, its model and whether it only reads.
 
-    Attributes
-    ----------
-    capacity_bytes
-        Of all slots; ``UNLIMITED``: no limit of its own.
-    relaxed, values_by_column, chunk_tokens, slab_bytes, flush_interval_ms, idle_ms, io_threads
-        As ``StoreOptions`` of csrc/store has them.
+    The fields are those of ``StoreOptions`` in csrc/store; ``capacity_bytes`` counts all slots.
     """
 
     capacity_bytes: int = UNLIMITED
@@ -73,12 +68,9 @@ class OpeningOptions:
 def open_compiled(
     directory: str, fingerprint: Fingerprint, options: OpeningOptions, readonly: bool = False
 ) -> Store:
-    """Open the directory of a fingerprint; who only evicts from it meanwhile is waited for.
+    """Open a fingerprint's directory; waits for a process that only evicts from it.
 
-    Raises
-    ------
-    StoreError, OSError, ValueError
-        As ``KVStore``.
+    Raises as ``KVStore``.
     """
     try:
         return open_at_once(directory, fingerprint, options, readonly)

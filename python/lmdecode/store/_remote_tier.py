@@ -35,10 +35,8 @@ _SCANNED_AT_ONCE = 256
 class Choice:
     """Target of ``KVStore.erase``, in the form that the compiled store takes.
 
-    Attributes
-    ----------
-    tokens, session
-        At most one is given. Neither: everything of the tenant, in all of its known contexts.
+    Of ``tokens`` and ``session`` at most one is given; neither means everything of the tenant, in
+    all of its known contexts.
     """
 
     store: Store
@@ -260,10 +258,7 @@ class RemoteTier:
     def erase(self, choice: Choice) -> None:
         """Remove entries from the server; only within ``quiet``.
 
-        Raises
-        ------
-        StoreError
-            The server does not answer: some of them may still be there.
+        Raises StoreError where the server does not answer: some of them may still be there.
         """
         try:
             choice.erase(self._connected())

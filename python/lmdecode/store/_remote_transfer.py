@@ -21,16 +21,10 @@ from lmdecode.store.remote_values import (
 
 
 class LocalPrefix:
-    """The longest prefix of some tokens that is stored here; within ``with`` it is not evicted.
+    """The longest local prefix of some tokens; within ``with`` it is not evicted.
 
-    That it is looked up counts as no use.
-
-    Attributes
-    ----------
-    num_tokens
-        Its length; 0: there is none.
-    entries
-        What it lies in, parents first, as ``KVStore.entries`` has them.
+    Its lookup counts as no use. ``num_tokens`` is 0 for none; ``entries`` has its parts, parents
+    first, as ``KVStore.entries`` has them.
     """
 
     def __init__(self, store: Store, ids: memoryview, scope: Scope) -> None:

@@ -43,16 +43,9 @@ _ERRORS = {
 
 @dataclass
 class Message:
-    """A question or an answer.
+    """A question or an answer: JSON fields, byte strings, and the descriptor of memory or None.
 
-    Attributes
-    ----------
-    fields
-        What JSON can hold.
-    parts
-        Byte strings.
-    descriptor
-        Of memory that goes with it, or None. Who receives one closes it.
+    The receiver closes the descriptor.
     """
 
     fields: dict[str, Any]
@@ -207,13 +200,7 @@ class GivenMemory:
 
 
 class TakenMemory:
-    """The side that reads them.
-
-    Raises
-    ------
-    ValueError
-        The descriptor is not of memory that a ``GivenMemory`` made.
-    """
+    """The side that reads planes; ValueError for memory that no ``GivenMemory`` made."""
 
     def __init__(self, descriptor: int, fingerprint: Fingerprint) -> None:
         self._fingerprint = fingerprint
@@ -224,12 +211,9 @@ class TakenMemory:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def planes(self, counts: Sequence[int]) -> list[Plane]:
-        """Return planes of so many tokens, valid as long as this object.
+        """Return planes with ``counts`` tokens, valid as long as this object.
 
-        Raises
-        ------
-        ValueError
-            The memory has not so many.
+        Raises ValueError where the memory is too small.
         """
         if any(not isinstance(count, int) or count < 0 for count in counts):
             raise ValueError("planes of less than no tokens")

@@ -152,12 +152,7 @@ class _Client:
 class SharedStore:
     """Interface of ``_store.Store`` for several processes at once.
 
-    Parameters
-    ----------
-    open_store
-        Opens the compiled store; True opens it read-only.
-    directory, fingerprint, relaxed
-        Of the store.
+    ``open_store(readonly)`` opens the compiled store.
     """
 
     def __init__(

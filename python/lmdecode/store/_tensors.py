@@ -105,14 +105,10 @@ def checked_cache(
     what: str,
     writable: bool = False,
 ) -> list[list[Tensor]]:
-    """Take a cache from a caller: of each layer K, V and, where there are, their scales.
+    """Check a caller's cache; return K, V and any scales of each layer.
 
-    Behind them stands the state, as a plane of bytes, [1, 1, state_bytes], where there is one.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names the layer and the tensor, what came and what was expected.
+    The state, where there is one, comes last as a plane of bytes, [1, 1, state_bytes]. Errors are
+    ValueError or TypeError and name the layer and the tensor, what came and what was expected.
     """
     if not isinstance(kv, Sequence):
         raise TypeError(

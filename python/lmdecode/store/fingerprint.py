@@ -48,17 +48,9 @@ def _without_irrelevant(config: Any) -> Any:
 
 
 def cache_shape(config: Any) -> dict[str, Any]:
-    """Read the fields of a ``Fingerprint`` that say how a cache is shaped.
+    """Read num_layers, num_kv_heads, head_size and window from a transformers config.
 
-    Parameters
-    ----------
-    config
-        Of a transformers model; of an encoder-decoder model the decoder's part is read.
-
-    Returns
-    -------
-    dict
-        num_layers, num_kv_heads, head_size, window.
+    An encoder-decoder model's decoder is read.
     """
     config = config.get_text_config(decoder=True)
     heads = config.num_attention_heads

@@ -59,18 +59,9 @@ def image_sizes(store: Store, count: int) -> tuple[int, int]:
 class RemoteEntry:
     """An entry as the second tier names it.
 
-    Attributes
-    ----------
-    key
-        Of the entry: covers fingerprint, tenant, context and all tokens up to its end.
-    root
-        Key of the empty prefix: covers fingerprint, tenant and context.
-    by_column
-        Layout of values.
-    num_bytes
-        Size of the image; of a model with states, with the state behind the entry's last token.
-    without_state
-        Size of the image without that state; None: the model has none.
+    ``key`` covers fingerprint, tenant, context and all tokens up to its end; ``root`` is the key of
+    the empty prefix. ``num_bytes`` is the size of the image; for a model with states it includes
+    the state after the last token, and ``without_state`` is the size without it (None: no states).
     """
 
     key: bytes
@@ -125,17 +116,9 @@ class RemoteEntry:
             yield b"".join((fields, _CRC.pack(_checksum(fields, content, 0)), content))
 
     def image(self, values: Sequence[bytes]) -> tuple[bytearray, int]:
-        """Check values and put them together.
+        """Check values; return the image and when it expires, in ms since 1970 (0: never).
 
-        Returns
-        -------
-        (bytearray, int)
-            The image, and when it expires: milliseconds since 1970, 0: never.
-
-        Raises
-        ------
-        DamagedValueError
-            A value is not one that belongs there.
+        Raises DamagedValueError where a value does not belong there.
         """
         there = self.there(values[0])
         if there is None:
@@ -169,16 +152,9 @@ FIRST_VALUES = "lmdkv1:{*}:0"
 class ValueHead:
     """Header of an entry's first value. Nothing in it is trusted.
 
-    Attributes
-    ----------
-    root
-        Key of the empty prefix.
-    names
-        Key of each value.
-    image
-        The beginning of the image: the slot's header.
-    parent, count
-        Key of the prefix that the entry continues, and its number of tokens.
+    ``root`` is the key of the empty prefix, ``names`` the key of each value, ``image`` the slot's
+    header; ``parent`` and ``count`` are the key of the prefix that the entry continues and the
+    entry's number of tokens.
     """
 
     root: bytes
