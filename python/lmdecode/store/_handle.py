@@ -75,13 +75,7 @@ class StoreHandle:
         weakref.finalize(self, remote.abandon)
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run in the background.
-
-        Raises
-        ------
-        StoreError
-            In a process that was forked: the threads are its parent's.
-        """
+        """Run in the background; StoreError in a forked process, whose threads are its parent's."""
         if os.getpid() != self._process:
             raise StoreError("KVStore: opened by another process; open it again after a fork")
         with self.lock:
