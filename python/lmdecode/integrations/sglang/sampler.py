@@ -23,27 +23,13 @@ def draw(
     position: Tensor | None,
     return_support: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw a token for every row, by SGLang's rules.
+    """Draw a token for every row, by SGLang's rules: int32 tokens, [rows].
 
     Top-k and top-p look at the same distribution, and a token must pass both; min-p looks at what
-    is left.
-
-    Parameters
-    ----------
-    probs
-        [rows, vocab] float32, after the softmax. It is not changed.
-    top_k, top_p, min_p
-        [rows] int, float and float; None: off.
-    seed, position
-        [rows] int of requests with a seed: the noise follows from both alone. None: from torch's
-        generator.
-    return_support
-        Whether the probabilities that are left are wanted.
-
-    Returns
-    -------
-    tuple
-        Tokens, [rows] int32, and [rows, vocab] float32, 0 where a token was dropped, or None.
+    is left. None turns a filter off. ``probs`` is [rows, vocab] float32 after the softmax and does
+    not change. The noise of a request with a seed follows from ``seed`` and ``position`` alone;
+    without one it comes from torch's generator. With ``return_support`` the second result is
+    ``probs`` with 0 where a token was dropped, else None.
     """
     logits = probs.log()
     vocab = probs.shape[1]
