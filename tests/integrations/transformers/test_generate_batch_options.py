@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from window_models import build_window_model
 
 from lmdecode.integrations.transformers import BatchingManager, generate_batch
-from lmdecode.integrations.transformers.continuous_batching import options
+from lmdecode.integrations.transformers.continuous_batching import batching_manager as options
 
 GREEDY: list[dict[str, Any]] = [
     {"repetition_penalty": 1.7},

@@ -40,19 +40,14 @@ class _Row(NamedTuple):
     top_k: int
 
 
-class FusedProcessors(ContinuousBatchingLogitsProcessorList):
+class BatchProcessors(ContinuousBatchingLogitsProcessorList):
     """The logits processors of continuous batching, the last of which a fused op replaces.
 
-    Temperature, top-k, top-p, min-p and the seed are those of each request, or else the generation
-    config's. A request's noise is a function of its seed and of the length of its text alone. What
-    is not fused is called for each request by itself, with the whole of its text.
-
-    Parameters
-    ----------
-    processors_of
-        Returns the processors of ``generate()`` for a prompt, the longest text and end tokens.
-    do_sample
-        Whether tokens are drawn. False: all processors are called, and none is fused.
+    Temperature, top-k, top-p, min-p and the seed are each request's, or else the generation
+    config's. A request's noise is a function of its seed and of the length of its text alone. Each
+    processor that is not fused is called for each request by itself, with the whole of its text.
+    ``processors_of`` returns the processors of ``generate()`` for a prompt, the longest text and
+    end tokens. Without ``do_sample`` all processors are called, and none is fused.
     """
 
     def __init__(self, processors_of: ProcessorsOf, do_sample: bool) -> None:
@@ -183,6 +178,6 @@ class FusedProcessors(ContinuousBatchingLogitsProcessorList):
             output_ids[1, :count].copy_(drawn.logprob.view(torch.int32))
 
 
-def use_fused_sampling(runner: Any, processors: FusedProcessors) -> None:
+def use_fused_sampling(runner: Any, processors: BatchProcessors) -> None:
     """Let a ``ModelRunner`` draw its tokens by ``processors``."""
     runner._sample = functools.partial(processors.sample, runner.return_logprobs)

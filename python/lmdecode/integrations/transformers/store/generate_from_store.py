@@ -19,14 +19,9 @@ from lmdecode.integrations.transformers.store.cache import (
     repeat_rows,
 )
 from lmdecode.integrations.transformers.store.conversation import Conversation, self_attention
-from lmdecode.integrations.transformers.store.encoder import (
-    load_cross_attention,
-    run_encoder,
-    stand_in_outputs,
-    store_cross_attention,
-)
 from lmdecode.integrations.transformers.store.request import (
-    Request,
+    StoredEncoderInput,
+    StoredRequest,
     appended,
     check_positive,
     check_store,
@@ -39,6 +34,7 @@ if TYPE_CHECKING:
     from transformers._typing import GenerativePreTrainedModel
 
     from lmdecode.store import KVStore
+
 
 __all__ = ["generate_with_store", "prefill"]
 
@@ -121,7 +117,7 @@ class _Recording(StoppingCriteria):
 def _ready_cache(
     model: Any,
     store: KVStore,
-    request: Request,
+    request: StoredRequest,
     conversation: Conversation,
     named: tuple[str, Any],
     if_faster: bool,
@@ -162,7 +158,7 @@ class _Encoded(NamedTuple):
 
 
 def _encoded(
-    model: Any, store: KVStore, request: Request, conversation: Conversation, cache: Any
+    model: Any, store: KVStore, request: StoredRequest, conversation: Conversation, cache: Any
 ) -> _Encoded:
     """Load the cross-attention, or run the encoder; nothing for a decoder alone."""
     encoder = request.encoder
@@ -182,7 +178,7 @@ def _encoded(
 def _compute_prompt(
     model: Any,
     store: KVStore,
-    request: Request,
+    request: StoredRequest,
     conversation: Conversation,
     cache: Any,
     inputs: dict[str, Any],
@@ -204,7 +200,7 @@ def _compute_prompt(
 
 
 def _generate(
-    model: Any, request: Request, cache: Any, inputs: dict[str, Any], recording: _Recording
+    model: Any, request: StoredRequest, cache: Any, inputs: dict[str, Any], recording: _Recording
 ) -> Any:
     """Call ``generate()`` on a cache that lacks the last token of the prompt."""
     arguments = {**request.arguments, **inputs}
@@ -342,3 +338,63 @@ def generate_with_store(
         conversation.commit(cache)
         conversation.leave(model, cache)
     return result
+
+
+_CROSS = b"lmdecode.cross_attention.1:"
+
+
+def load_cross_attention(
+    store: KVStore, context: bytes, encoder: StoredEncoderInput, cache: Any, device: torch.device
+) -> bool:
+    """Fill the cross-attention of an ``EncoderDecoderCache``, if all of it is stored.
+
+    ``context`` names the encoder's input as a whole: its keys and values depend on all of it, so a
+    prefix is of no use.
+    """
+    if store.fingerprint.windows is not None:  # of self-attention; a store has but one shape
+        return False
+    length = encoder.ids.shape[1]
+    hit = store.lookup(range(length), context=_CROSS + context)
+    try:
+        part = cache.cross_attention_cache
+        if hit.num_tokens < length or not load_cache(store, hit, part, device=device):
+            return False
+    finally:
+        hit.release()
+    cache.is_updated = dict.fromkeys(range(len(part.layers)), True)
+    return True
+
+
+def store_cross_attention(
+    store: KVStore, context: bytes, cache: Any, *, ttl: float | None, pin: bool
+) -> bool:
+    """Store the cross-attention, once there is one; False: it is not computed yet, or unfit."""
+    part = cache.cross_attention_cache
+    length = int(part.get_seq_length())
+    shape = (store.fingerprint.num_kv_heads, store.fingerprint.head_size)
+    if length == 0 or store.readonly or store.fingerprint.windows is not None:
+        return False
+    kv = cache_to_kv(part)
+    if any((states.shape[0], states.shape[2]) != shape for pair in kv for states in pair):
+        return False  # heads of another size than those of self-attention
+    store.put(range(length), kv, context=_CROSS + context, ttl=ttl, pin=pin)
+    return True
+
+
+def run_encoder(model: Any, encoder: StoredEncoderInput, outputs: dict[str, bool]) -> Any:
+    """Return the encoder's outputs."""
+    return model.get_encoder()(
+        input_ids=encoder.ids, attention_mask=encoder.mask, return_dict=True, **outputs
+    )
+
+
+def stand_in_outputs(model: Any, encoder: StoredEncoderInput) -> Any:
+    """Return placeholder encoder outputs, for a cache that already has the cross-attention.
+
+    Their length matters. Their values are never read.
+    """
+    from transformers.modeling_outputs import BaseModelOutput
+
+    size = model.config.get_text_config(encoder=True).hidden_size
+    states = torch.zeros((), dtype=model.dtype, device=model.device)
+    return BaseModelOutput(last_hidden_state=states.expand(1, encoder.ids.shape[1], size))

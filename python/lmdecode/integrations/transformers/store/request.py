@@ -28,14 +28,14 @@ _KNOWN_INPUTS = {
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
-class EncoderInput(NamedTuple):
+class StoredEncoderInput(NamedTuple):
     """Input of a model's encoder: token ids [1, S], and a mask [1, S] or None."""
 
     ids: Tensor
     mask: Tensor | None
 
 
-class Request(NamedTuple):
+class StoredRequest(NamedTuple):
     """One call, read and checked.
 
     Attributes
@@ -61,7 +61,7 @@ class Request(NamedTuple):
     input_ids: Tensor
     tokens: array[int]
     context: bytes
-    encoder: EncoderInput | None
+    encoder: StoredEncoderInput | None
     num_beams: int
     chunk_size: int | None
     capacity: int
@@ -221,7 +221,7 @@ def read_request(
     input_ids: Any,
     context: bytes,
     arguments: dict[str, Any],
-) -> Request:
+) -> StoredRequest:
     """Read the arguments; raise ValueError or TypeError for what a session cannot do."""
     ids = _one_row(op, input_ids, "input_ids").to(model.device)
     options = dict(arguments)
@@ -254,7 +254,7 @@ def read_request(
     mask = inputs.get("attention_mask")
     encoder = None
     if model.config.is_encoder_decoder:
-        encoder = EncoderInput(ids, None if mask is None else mask.to(model.device))
+        encoder = StoredEncoderInput(ids, None if mask is None else mask.to(model.device))
         context = encoder_context(ids, encoder.mask, context)
         given = inputs.get("decoder_input_ids")
         ids = _decoder_ids(op, config, given, ids)
@@ -272,6 +272,6 @@ def read_request(
     tokens = array("i", ids[0].tolist())
     new = config.max_new_tokens or max(0, (config.max_length or 0) - len(tokens)) or 20
     outputs = {name: True for name in _OUTPUTS if getattr(config, name, None)}
-    return Request(
+    return StoredRequest(
         ids, tokens, context, encoder, num_beams, chunk_size, len(tokens) + new, outputs, options
     )
