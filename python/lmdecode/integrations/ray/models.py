@@ -17,26 +17,12 @@ CAPACITY = 8192  # tokens of a text on an engine, if the model has no fewer posi
 
 
 def load_model(op: str, model: Any, dtype: str | None) -> Decoding:
-    """Return the model of a folder.
+    """Return the model of a folder, or the given ``Decoding``.
 
-    Parameters
-    ----------
-    op
-        Who asks, for errors.
-    model : str, PathLike or Decoding
-        A folder that ``Decoding.save`` wrote, which is mapped: processes of a node share it. Or the
-        folder or name of a model of transformers, which is packed. Or what is loaded already.
-    dtype : str, optional
-        Of a model of transformers, see ``Decoding``; "float32" by default.
-
-    Raises
-    ------
-    TypeError
-        ``model`` is something else.
-    ValueError
-        ``dtype`` is given for a model that is packed, or there are no configs with it.
-    OSError
-        There is no such model.
+    A folder that ``Decoding.save`` wrote is mapped, so that processes of a node share it. A folder
+    or name of a transformers model is packed with ``dtype``, by default float32. Raises TypeError
+    for another ``model``; ValueError for ``dtype`` with a packed model or where no configs have it;
+    OSError where there is no such model. Errors name ``op``.
     """
     if isinstance(model, Decoding):
         is_packed, found = True, model

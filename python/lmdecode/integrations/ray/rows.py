@@ -22,12 +22,8 @@ _OUTPUTS = ("text", "tokens")
 def values_of(op: str, batch: Any, name: str) -> list[Any]:
     """Return a column's values, a row each.
 
-    Raises
-    ------
-    TypeError
-        The batch is no mapping of columns.
-    ValueError
-        There is no such column, or one that is there already is to be written.
+    Raises TypeError where the batch is no mapping of columns, and ValueError where the column is
+    missing or one that is to be written exists.
     """
     if not isinstance(batch, Mapping):
         raise type_error(op, "the batch", batch, 'a dict of columns, as of batch_format="numpy"')
@@ -53,12 +49,9 @@ def texts_of(op: str, batch: Any, name: str) -> list[str]:
 
 
 def audio_of(op: str, batch: Any, name: str) -> list[np.ndarray]:
-    """Return a column of sounds, [samples] float32 each, of 16 kHz.
+    """Return a column of sounds, [samples] float32 each, at 16 kHz.
 
-    Raises
-    ------
-    TypeError, ValueError
-        As of ``values_of``; names the row that is no such sound.
+    Raises as ``values_of``, and names the row that is no such sound.
     """
     sounds = []
     for row, value in enumerate(values_of(op, batch, name)):
@@ -83,30 +76,10 @@ def audio_of(op: str, batch: Any, name: str) -> list[np.ndarray]:
 
 
 def row_seeds(op: str, seed: int, batch: Mapping[str, Any], contents: Sequence[bytes]) -> list[int]:
-    """Return a seed for each row: of the job's seed, and the row's "id" or else its content.
+    """Return a seed of 63 bits for each row, from the job's seed and the row's id or content.
 
-    So it does not depend on how the rows lie in batches.
-
-    Parameters
-    ----------
-    op
-        Who asks, for errors.
-    seed : int
-        Of the job, an int64 of 0 or more.
-    batch
-        Its column "id" has ints or texts, where there is one.
-    contents
-        Of the rows, which count where there are no ids.
-
-    Returns
-    -------
-    list of int
-        63 bits each.
-
-    Raises
-    ------
-    TypeError
-        An id is neither an int nor a str.
+    The batch's column "id" has ints or texts; without it the row's ``contents`` count. A seed does
+    not depend on how rows lie in batches. Raises TypeError for an id that is neither int nor str.
     """
     keys = [b"content:" + content for content in contents]
     if "id" in batch:

@@ -50,16 +50,9 @@ class StepMoves(KVConnectorMetadata):
 class _Known:
     """A request, as the scheduler's side sees it.
 
-    Attributes
-    ----------
-    blocks
-        Its whole blocks so far.
-    planned
-        How many of them the worker has been told to save.
-    first
-        The first one that vLLM did not have, when it asked.
-    failures
-        Loads that failed.
+    ``blocks`` are its whole blocks so far, and ``planned`` is how many of them the worker has been
+    told to save. ``first`` is the first block that vLLM lacked when it asked; ``failures`` counts
+    failed loads.
     """
 
     request: Any

@@ -23,19 +23,10 @@ _PARALLEL = (
 
 
 def cache_spec(config: Any, kv_cache_config: Any) -> tuple[Any, list[str]]:
-    """Return the spec and the layers of an engine's KV cache, or say why it cannot be stored.
+    """Return the spec and the layers of an engine's KV cache.
 
-    Parameters
-    ----------
-    config
-        ``VllmConfig`` of the engine.
-    kv_cache_config
-        ``KVCacheConfig`` of the engine.
-
-    Raises
-    ------
-    ValueError
-        Names what the engine has that the connector does not take.
+    Takes the engine's ``VllmConfig`` and ``KVCacheConfig``. Raises ValueError that names what the
+    connector does not take.
     """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -65,21 +56,11 @@ def cache_spec(config: Any, kv_cache_config: Any) -> tuple[Any, list[str]]:
 
 
 def fingerprint(config: Any, kv_cache_config: Any, weights_hash: str | None) -> Fingerprint:
-    """Describe an engine: equal for engines whose blocks mean the same alone.
+    """Describe an engine: equal only for engines whose blocks mean the same.
 
-    Parameters
-    ----------
-    config
-        ``VllmConfig`` of the engine.
-    kv_cache_config
-        ``KVCacheConfig`` of the engine.
-    weights_hash
-        Names the weights; None: all files of weights are read.
-
-    Raises
-    ------
-    ValueError
-        See ``cache_spec``; there are no files of weights.
+    Takes the engine's ``VllmConfig`` and ``KVCacheConfig``. ``weights_hash`` names the weights;
+    with None all files of weights are read. Raises ValueError as ``cache_spec``, or where there are
+    no files of weights.
     """
     spec, layers = cache_spec(config, kv_cache_config)
     model, cache = config.model_config, config.cache_config

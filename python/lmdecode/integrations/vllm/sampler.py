@@ -26,18 +26,11 @@ _GENERATOR_STEP = 4  # so far vLLM takes a generator back where a draw is thrown
 
 
 class RowNoise(torch.Generator):
-    """The place of one request in its noise, where vLLM keeps a request's generator.
+    """The position of one request in its noise, kept where vLLM keeps a request's generator.
 
     vLLM draws from rows whose prompts are not yet read to their ends too, throws these tokens away,
-    and takes the generators back by their offsets, which generators of CPUs do not have. This one
-    has.
-
-    Attributes
-    ----------
-    seed_of_row : int
-        That of the request.
-    position : int
-        Tokens that have been drawn.
+    and takes the generators back by their offsets, which generators of CPUs do not have. This class
+    has them: ``position`` counts the tokens drawn with ``seed_of_row``.
     """
 
     seed_of_row: int
@@ -77,26 +70,12 @@ def draw(
     top_p: Tensor | None,
     return_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw a token for every row.
+    """Draw a token for every row: [rows] int64 tokens, and the filtered logits or None.
 
-    A row with a generator has the noise of its seed and of the number of tokens drawn before. So
-    its tokens do not depend on the batch, on how its prompt is cut into chunks, or on preemption.
-
-    Parameters
-    ----------
-    logits
-        [rows, vocab] float32, divided by their temperatures.
-    generators
-        Of the rows of requests with a seed. Each is replaced by its ``RowNoise``.
-    top_k, top_p
-        [rows] int and [rows] float32; None: off.
-    return_logits
-        Whether the logits that were drawn from are wanted.
-
-    Returns
-    -------
-    tuple
-        Tokens, [rows] int64, and the filtered logits, [rows, vocab] float32, or None.
+    ``logits`` are [rows, vocab] float32, divided by their temperatures; top-k is int and top-p
+    float32, None for off. ``generators`` holds those of requests with a seed; each is replaced by
+    its ``RowNoise``, whose noise follows from the seed and the number of tokens drawn before. So
+    tokens do not depend on the batch, on how a prompt is cut into chunks, or on preemption.
     """
     rows = len(logits)
     # Of rows without a seed: from torch's generator, which vLLM seeds when it starts.

@@ -52,19 +52,10 @@ def _status_of_best(best: Tensor) -> Tensor:
 
 
 def top_k_candidates(accumulated: Tensor, num_candidates: int, vocab_size: int) -> Candidates:
-    """Choose the best, in the order of ``log_softmax_top_k``.
+    """Choose the best of [requests, num_beams * V] float32, in ``log_softmax_top_k``'s order.
 
-    ``torch.topk`` does not specify the choice and order of equal scores. Here the lowest index
+    ``torch.topk`` does not specify the choice and order of equal scores; here the lowest index
     comes first. If fewer than ``num_candidates`` exist, scores of -inf follow.
-
-    Parameters
-    ----------
-    accumulated
-        [requests, num_beams * V] float32.
-    num_candidates
-        K, at least 1.
-    vocab_size
-        V.
     """
     total = accumulated.shape[1]
     count = min(num_candidates, total)
@@ -93,19 +84,12 @@ def top_k_candidates(accumulated: Tensor, num_candidates: int, vocab_size: int) 
 def drawn_candidates(
     accumulated: Tensor, num_candidates: int, vocab_size: int, done: Tensor
 ) -> Candidates:
-    """Draw candidates without replacement from the softmax of their scores, as transformers does.
+    """Draw candidates without replacement from the softmax of scores, as transformers does.
 
-    They are drawn by torch's default generator. With the same seed they are the same as in
-    transformers, and in the same order: best first since 5.24, as drawn before.
-
-    Parameters
-    ----------
-    accumulated
-        [requests, num_beams * V] float32.
-    num_candidates, vocab_size
-        K and V; K <= num_beams * V.
-    done
-        [requests] uint8: where it is 1, the status is 0 for any scores.
+    ``accumulated`` is [requests, num_beams * V] float32, with at least ``num_candidates`` columns.
+    Torch's default generator draws: with the same seed candidates equal those of transformers, in
+    the same order: best first since 5.24, before that as drawn. Where ``done``, [requests] uint8,
+    is 1, the status is 0 for any scores.
     """
     status = _status_of_best(accumulated.amax(dim=1)) * (1 - done)
     # Of a row without a distribution, multinomial would not return.
@@ -121,18 +105,10 @@ def drawn_candidates(
 def rank_drawn(candidates: Candidates, ends: Tensor, num_beams: int) -> Tensor:
     """Return the order, [requests, K], in which ``beam_step`` takes drawn candidates.
 
-    In transformers a candidate may close a hypothesis if it is among the first ``num_beams``,
-    but the best ones continue. So first come those that may close, then those that do not end, each
-    best first, then those that end too late, and last the unused places.
-
-    Parameters
-    ----------
-    candidates
-        As drawn.
-    ends
-        [requests, K] bool: True for candidates that end.
-    num_beams
-        Number of beams of a request.
+    In transformers a candidate may close a hypothesis if it is among the first ``num_beams``, but
+    the best ones continue. So first come those that may close, then those that do not end, each
+    best first, then those that end too late, and last the unused places. ``ends`` is [requests, K]
+    bool.
     """
     scores = candidates.scores
     drawn_first = torch.arange(scores.shape[1], device=scores.device) < num_beams

@@ -66,10 +66,7 @@ def _is_words(value: object) -> bool:
 def constraints_of(force_words_ids: Sequence[Any]) -> list[Constraint]:
     """Return a constraint for each entry: a list of tokens, or of such lists to choose from.
 
-    Raises
-    ------
-    ValueError
-        If an entry is anything else.
+    Raises ValueError for any other entry.
     """
     constraints: list[Constraint] = []
     for words in force_words_ids if isinstance(force_words_ids, list) else ():
@@ -89,14 +86,9 @@ def constraints_of(force_words_ids: Sequence[Any]) -> list[Constraint]:
 
 
 class ConstrainedSearch(SearchBase):
-    """One search for each prompt, all in step; the results contain given phrases.
+    """One search for each prompt, all in step; results contain the given constraints.
 
-    Parameters
-    ----------
-    settings, input_ids, processors, criteria, recorder
-        See ``SearchBase``.
-    constraints
-        At least one.
+    Takes at least one constraint; other arguments as ``SearchBase``.
     """
 
     def __init__(

@@ -98,23 +98,12 @@ def _is_in_order(processors: LogitsProcessorList, has_timestamps: bool) -> bool:
 class FusedProcessors:
     """A list of processors as token rules, and as arguments of ``log_softmax_top_k``.
 
-    Parameters
-    ----------
-    processors
-        As ``generate()`` prepares them.
-    has_timestamps
-        Whether the rules support Whisper's timestamps; the op does not.
-
-    Attributes
-    ----------
-    is_fused : bool
-        Whether rules can express the whole list. If not, every processor is called.
-    prefix_tokens : PrefixTokens or None
-        The trie of the list. It is not a token rule: the caller passes it to the op beside
-        ``arguments`` or ``token_rules``.
-    ignores_prompt : bool
-        Whether the repetition penalty skips a part of the prompts. Rules look back at all tokens
-        of their input, so ``arguments`` leaves that part out.
+    ``processors`` are as ``generate()`` prepares them. With ``has_timestamps`` the rules support
+    Whisper's timestamps, which the op does not. ``is_fused``: rules express the whole list;
+    otherwise every processor is called. ``prefix_tokens`` is the trie of the list; it is no token
+    rule, and the caller passes it to the op beside ``arguments`` or ``token_rules``.
+    ``ignores_prompt``: the repetition penalty skips a part of the prompts. Rules look back at all
+    tokens of their input, so ``arguments`` leaves that part out.
     """
 
     def __init__(self, processors: LogitsProcessorList, *, has_timestamps: bool = False) -> None:
@@ -198,14 +187,8 @@ class FusedProcessors:
     ) -> dict[str, Any]:
         """Return the op's keyword arguments for one step.
 
-        Parameters
-        ----------
-        input_ids
-            [rows, length] int64: the beams.
-        vocab_size
-            Of the logits, the same in each step.
-        earlier_tokens
-            [requests, n] int64: tokens chosen by the request's earlier groups in this step.
+        ``input_ids`` are the beams, [rows, length] int64; ``vocab_size`` is the same in each step;
+        ``earlier_tokens``, [requests, n] int64, were chosen by earlier groups in this step.
         """
         if not self._processors:
             return {}

@@ -197,10 +197,7 @@ def search_of_call(
 ) -> Search:
     """Return the search for a call of ``generate()``; arguments are those of ``beam_search``.
 
-    Raises
-    ------
-    ValueError
-        Options are inconsistent.
+    Raises ValueError for inconsistent options.
     """
     _check_beams(generation_config, input_ids.shape[0])
     all_constraints = _constraints(generation_config, constraints, force_words_ids, vocab_size)

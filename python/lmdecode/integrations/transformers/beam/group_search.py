@@ -70,14 +70,8 @@ def _for_rows(processors: LogitsProcessorList, rows: Tensor, group_size: int) ->
 class GroupSearch(StateSearch):
     """Diverse searches for each prompt: a group of beams avoids the tokens of earlier groups.
 
-    Parameters
-    ----------
-    settings, input_ids, processors, criteria, recorder
-        See ``SearchBase``.
-    num_groups
-        Number of groups of a prompt; a divisor of ``num_beams``.
-    diversity_penalty
-        See ``HammingDiversityLogitsProcessor``.
+    ``num_groups`` divides ``num_beams``; ``diversity_penalty`` as
+    ``HammingDiversityLogitsProcessor``; other arguments as ``SearchBase``.
     """
 
     dialect = "scorer"

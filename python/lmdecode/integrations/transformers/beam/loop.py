@@ -10,16 +10,10 @@ from lmdecode.decoder.stepwise import StepwiseModel
 
 
 class NextBeams(NamedTuple):
-    """Beams after a step.
+    """Beams after a step: [rows, length + 1] int64.
 
-    Attributes
-    ----------
-    sequences : Tensor
-        [rows, length + 1] int64: the next beams.
-    parents : Tensor or None
-        [rows] int64: the row that each beam continues; None if each continues its own.
-    finished : bool
-        Whether every search has ended.
+    ``parents``, [rows] int64, is the row that each beam continues; None if each continues its own.
+    ``finished``: every search has ended.
     """
 
     sequences: Tensor
@@ -28,17 +22,10 @@ class NextBeams(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """The best sequences: [batch * num_return_sequences, ...].
+    """The best sequences, [batch * num_return_sequences, length] int64, and their scores.
 
-    Attributes
-    ----------
-    sequences : Tensor
-        [n, length] int64.
-    scores : Tensor
-        [n] float32.
-    beam_indices : Tensor or None
-        [n, generated tokens] int32: the row of each step's scores that a token comes from, -1
-        after the end.
+    ``beam_indices``, [n, generated tokens] int32, is the row of each step's scores that a token
+    comes from, -1 after the end.
     """
 
     sequences: Tensor
@@ -50,14 +37,9 @@ class Search(Protocol):
     """One kind of beam search."""
 
     def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
-        """Choose the next beams.
+        """Choose the next beams for beams of [rows, length] int64.
 
-        Parameters
-        ----------
-        logits
-            [rows, V], a view of the model's in its dtype.
-        input_ids
-            [rows, length] int64: the beams.
+        ``logits``, [rows, V], is a view of the model's in its dtype.
         """
 
     def finish(self, input_ids: Tensor) -> SearchResult:
@@ -67,14 +49,8 @@ class Search(Protocol):
 def run_search(model: StepwiseModel, search: Search, input_ids: Tensor) -> Tensor:
     """Run the model and the search in turns until the search has finished.
 
-    Returns the beams after the last step, [rows, length], for ``search.finish``.
-
-    Parameters
-    ----------
-    model, search
-        The model, and the search that chooses tokens.
-    input_ids
-        [rows, S] int64: the prompts, once for each beam.
+    ``input_ids``, [rows, S] int64, are the prompts, once for each beam. Returns the beams after the
+    last step, [rows, length], for ``search.finish``.
     """
     logits = model.read_prompts(input_ids)
     while True:

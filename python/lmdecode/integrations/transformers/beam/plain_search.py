@@ -54,14 +54,9 @@ def end_tokens_of_criteria(criteria: StoppingCriteriaList, max_length: int) -> l
 
 
 class PlainSearch(StateSearch):
-    """One search for each prompt, all in step.
+    """One search for each prompt, all in step; ``do_sample`` draws the candidates.
 
-    Parameters
-    ----------
-    settings, input_ids, processors, criteria, recorder
-        See ``SearchBase``.
-    do_sample
-        Whether to draw the candidates.
+    Other arguments as ``SearchBase``.
     """
 
     def __init__(

@@ -21,18 +21,9 @@ def tokens_of(value: Any) -> list[int]:
 def request_options(config: Any, prompt_length: int) -> dict[str, Any]:
     """Return the keyword arguments of ``BeamRequest``, all but its id.
 
-    Parameters
-    ----------
-    config
-        A ``GenerationConfig`` as ``generate()`` prepares it, or an object with its attributes.
-        ``max_length`` and ``min_length`` count the prompt. ``bad_words_ids`` are ignored.
-    prompt_length
-        Number of tokens of the prompt.
-
-    Raises
-    ------
-    ValueError
-        ``sequence_bias`` has sequences of several tokens.
+    ``config`` is a ``GenerationConfig`` as ``generate()`` prepares it, or an object with its
+    attributes. ``max_length`` and ``min_length`` count the prompt; ``bad_words_ids`` are ignored.
+    Raises ValueError where ``sequence_bias`` has sequences of several tokens.
     """
     sequence_bias = getattr(config, "sequence_bias", None) or {}
     items = sequence_bias.items() if isinstance(sequence_bias, dict) else sequence_bias

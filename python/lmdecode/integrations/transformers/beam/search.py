@@ -29,16 +29,8 @@ if TYPE_CHECKING:
 class SearchBase:
     """Searches of all prompts, in step.
 
-    Parameters
-    ----------
-    settings
-        Settings of the search.
-    input_ids
-        [batch * num_beams, prompt length] int64.
-    processors, criteria
-        As ``generate()`` prepares them.
-    recorder
-        Receives the scores of every step.
+    ``input_ids`` are [batch * num_beams, prompt length] int64; processors and criteria are as
+    ``generate()`` prepares them; ``recorder`` receives the scores of every step.
     """
 
     def __init__(
@@ -63,14 +55,8 @@ class SearchBase:
 class StateSearch(SearchBase):
     """Searches by ``beam_step``, in ``state``, with ``parameters``.
 
-    Parameters
-    ----------
-    settings, input_ids, processors, criteria, recorder
-        See ``SearchBase``.
-    end_tokens
-        End tokens for ``beam_step``.
-    num_groups
-        Number of groups of a prompt.
+    ``end_tokens`` are those for ``beam_step``, ``num_groups`` counts a prompt's groups; other
+    arguments as ``SearchBase``.
     """
 
     dialect: SearchDialect = "generate"
@@ -106,19 +92,11 @@ class StateSearch(SearchBase):
         return self.state.sequences[:, :, :length].flatten(0, 1).clone()
 
     def next_beams(self, input_ids: Tensor, parents: Tensor, *stopped: Tensor) -> NextBeams:
-        """Return the beams after a step. Only this method synchronises with the device.
+        """Return the beams after a step; only this method synchronises with the device.
 
-        Parameters
-        ----------
-        input_ids, parents
-            [rows, length] and [rows] int64: the next beams.
-        *stopped
-            bool: each ends the search if true.
-
-        Raises
-        ------
-        RuntimeError
-            The search of a prompt failed.
+        Takes the next beams, [rows, length], and their parents, [rows], both int64. Each of
+        ``stopped`` is bool and ends the search if true. Raises RuntimeError where the search of a
+        prompt failed.
         """
         state, settings = self.state, self.settings
         failed, moved, *finished = torch.stack(
@@ -151,12 +129,7 @@ def search_result(
 ) -> SearchResult:
     """Return the best sequences of a search that ``new_search`` began.
 
-    Parameters
-    ----------
-    settings, parameters, state, num_groups, dialect
-        Of the search.
-    prompts
-        [batch * num_beams, prompt length] int64.
+    ``prompts`` are [batch * num_beams, prompt length] int64.
     """
     final = beam_finalize(
         state, parameters, settings.num_return_sequences, num_groups=num_groups, dialect=dialect

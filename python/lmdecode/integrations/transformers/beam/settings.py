@@ -37,22 +37,12 @@ _STATUS_TEXT = {
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Settings of a search.
+    """Settings of a search over ``batch`` prompts.
 
-    Attributes
-    ----------
-    batch, num_beams, num_return_sequences
-        Number of prompts, of beams of each, and of results of each.
-    prompt_length, max_length
-        Initial and maximum length of sequences.
-    end_tokens
-        End tokens; may be empty.
-    pad_token
-        Input of the model for a beam that has ended.
-    fill
-        Token after the end of a result.
-    length_penalty, early_stopping
-        See ``lmdecode.beam.state.BeamParameters``.
+    ``num_beams`` and ``num_return_sequences`` count for each prompt. ``end_tokens`` may be empty;
+    ``pad_token`` is the model's input for a beam that has ended, ``fill`` the token after the end
+    of a result. ``length_penalty`` and ``early_stopping`` as in
+    ``lmdecode.beam.state.BeamParameters``.
     """
 
     batch: int

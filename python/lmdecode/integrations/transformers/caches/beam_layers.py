@@ -205,13 +205,8 @@ class _InPlace(DynamicLayer):
 class BeamLayer(_InPlace):
     """A ``DynamicLayer`` that writes each token to one slot and is reordered in place.
 
-    Keys and values lie in buffers of [B, H, capacity, D] that are half as long again whenever they
-    are full, so that a step copies one position, not the sequence.
-
-    Parameters
-    ----------
-    capacity : int
-        Positions to make room for at once; more come when they are needed.
+    Keys and values lie in buffers of [B, H, capacity, D] that grow by half whenever they are full,
+    so that a step copies one position, not the sequence.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -232,15 +227,9 @@ class BeamLayer(_InPlace):
 class BeamSlidingWindowLayer(_InPlace, DynamicSlidingWindowLayer):
     """A ``DynamicSlidingWindowLayer`` that writes each token to one slot, reordered in place.
 
-    The last ``sliding_window - 1`` positions are held; what is written moves through a buffer of
-    about one and a half windows, and back to its beginning when it is full.
-
-    Parameters
-    ----------
-    sliding_window : int
-        Keys that a query sees, its own included.
-    capacity : int
-        Positions to make room for at once, as far as the window needs them.
+    The last ``sliding_window - 1`` positions are held: a query sees ``sliding_window`` keys, its
+    own included. What is written moves through a buffer of about one and a half windows, and back
+    to its beginning when it is full.
     """
 
     def __init__(self, sliding_window: int, capacity: int = 0) -> None:

@@ -24,20 +24,10 @@ _SPARE = 63
 class RingLayer(CacheLayerMixin):
     """A sliding layer that writes each token to one slot of a ring, and moves nothing.
 
-    With ``attn_implementation="lmdecode"`` attention reads the ring as it lies; any other one gets
-    the keys and values in order, which is a copy of the window.
-
-    Parameters
-    ----------
-    sliding_window : int
-        Keys that a query sees, its own included.
-    keeps_memory : bool
-        Whether the ring stays allocated when the layer is reset.
-
-    Raises
-    ------
-    ValueError
-        If ``sliding_window`` is below 1.
+    With ``attn_implementation="lmdecode"`` attention reads the ring in place; any other one gets
+    the keys and values in order, which is a copy of the window. ``sliding_window`` counts the keys
+    that a query sees, its own included; ValueError below 1. With ``keeps_memory`` the ring stays
+    allocated when the layer is reset.
     """
 
     is_sliding = True

@@ -52,35 +52,16 @@ def paged_attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to the requests of a batch, which lie behind each other, as a ragged batch.
+    """Attend to the requests of a batch, one after the other in memory, as a ragged batch.
 
-    Called by transformers, as an ``AttentionInterface``.
-
-    Parameters
-    ----------
-    module
-        A layer of causal attention, with its ``layer_idx``.
-    query, key, value
-        ``[1, heads, tokens, head_size]`` of all requests; keys and values of the new tokens.
-    sliding_window
-        Keys that a query sees, its own included.
-    softcap, s_aux
-        As ``softcap`` and ``sinks`` of ``sliding_window_attention``.
-    cache
-        ``PagedAttentionCache``, which stores the new keys and returns those that are seen. None:
-        the layer has called it before, as those of transformers 5.24 do.
-    cu_seq_lens_q
-        [requests + 1], where the queries of each request begin.
-
-    Returns
-    -------
-    tuple
-        ``[1, tokens, heads, head_size]``, and None for the weights.
-
-    Raises
-    ------
-    ValueError
-        Without the cache of continuous batching, and for dropout.
+    Transformers calls it as an ``AttentionInterface`` of a causal layer. ``query``, ``key`` and
+    ``value`` are [1, heads, tokens, head_size] of all requests, keys and values of the new tokens;
+    the queries of each request begin at ``cu_seq_lens_q``, [requests + 1]. ``cache`` is a
+    ``PagedAttentionCache``, which stores the new keys and returns the visible ones; None where the
+    layer has called it before, as those of transformers 5.24 do. ``softcap`` and ``s_aux`` are
+    ``softcap`` and ``sinks`` of ``sliding_window_attention``. Returns [1, tokens, heads,
+    head_size], and None for the weights. Raises ValueError without the cache of continuous
+    batching, and for dropout.
     """
     # The cache changes these arguments: cu_seq_lens_k becomes that of the layer.
     if cache is not None:

@@ -28,12 +28,10 @@ __all__ = ["StoredPrefixes", "check_prefix_store"]
 
 
 def check_prefix_store(op: str, model: Any, batching: Any, store: KVStore) -> None:
-    """Raise where requests of continuous batching cannot share what is in a store.
+    """Raise where requests of continuous batching cannot share the content of a store.
 
-    Raises
-    ------
-    ValueError, TypeError
-        It is no store of this model, layers have windows, or blocks are not to be shared.
+    ValueError or TypeError: it is no store of this model, layers have windows, or blocks are not to
+    be shared.
     """
     check_store(op, model, store)
     if store.fingerprint.windows is not None:
@@ -49,20 +47,12 @@ def check_prefix_store(op: str, model: Any, batching: Any, store: KVStore) -> No
 
 
 class StoredPrefixes:
-    """Between a paged cache and a store.
+    """Moves prefixes between a paged cache and a store that ``check_prefix_store`` accepted.
 
-    A prompt is looked up when it is first scheduled: blocks that the cache does not have and the
-    store has become shared blocks, which transformers then finds. A text is stored when its prompt
-    has been computed, and again when it ends. A store that fails costs time, and is a warning.
-
-    Parameters
-    ----------
-    op
-        Whose warnings these are.
-    cache
-        Of layers with full attention. Its methods call this object from now on.
-    store
-        One that ``check_prefix_store`` has let pass.
+    A prompt is looked up when it is first scheduled: blocks that the cache lacks and the store has
+    become shared blocks, which transformers then finds. A text is stored when its prompt has been
+    computed, and again when it ends. A store that fails costs time, and is a warning in the name of
+    ``op``. The cache has layers with full attention; its methods call this object from now on.
     """
 
     def __init__(self, op: str, cache: PagedAttentionCache, store: KVStore) -> None:

@@ -115,24 +115,10 @@ class Conversation:
         return live is not None and live.cache is cache
 
     def begin(self, model: Any, given: Any) -> Any:
-        """Enter the tokens into the session, and return the cache of a direct continuation.
+        """Enter the tokens into the session; return the cache of a direct continuation.
 
-        Parameters
-        ----------
-        model
-            That is about to go on.
-        given
-            The caller's cache, or None.
-
-        Returns
-        -------
-        Cache or None
-            None: look the tokens up.
-
-        Raises
-        ------
-        ValueError
-            The tokens do not continue the session, and it is not to be rewound.
+        ``given`` is the caller's cache or None. None as the result: look the tokens up. Raises
+        ValueError where the tokens do not continue the session and it is not to be rewound.
         """
         session = self._session
         if session is None:
