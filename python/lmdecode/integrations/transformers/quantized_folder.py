@@ -207,7 +207,8 @@ class _FolderQuantizer(LmdecodeQuantizer):
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """Return the converter that joins the tensors of a layer."""
-        return [WeightConverter([rf"\.{name}" for name in _TENSORS], ".weight", [_Keep(self)])]
+        sources = [rf"\.{name}" for name in _TENSORS]
+        return [WeightConverter(sources, ".weight", operations=[_Keep(self)])]
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **others: Any
