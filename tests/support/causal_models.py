@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import transformers
 
+from tests.support.releases import needs_type
+
 VOCAB, PAD, BOS, EOS = 101, 0, 1, 2
 WINDOW = 7
 POSITIONS = 256
 # Types whose norms multiply by 1 + weight.
 _PLUS_ONE = ("gemma", "qwen3_5", "qwen3_next")
-_WITH_IMAGES = {
-    "qwen3_5": transformers.Qwen3_5Config, "qwen3_5_moe": transformers.Qwen3_5MoeConfig,
-}  # fmt: skip
+_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 # Behind random_tokens(20, 0 to 3), 130 tokens of greedy search: two best logits differ by 2e-4.
 SEED = 5
 
@@ -308,6 +308,7 @@ CASES = [(kind, variant) for kind, variants in VARIANTS.items() for variant in v
 
 
 def _config(architecture: str, arguments: dict[str, Any]) -> Any:
+    needs_type(architecture)
     if architecture == "gpt2":
         return transformers.GPT2Config(**{**_GPT2, **arguments})
     arguments = {**SIZES, **arguments}
@@ -336,9 +337,9 @@ def _config(architecture: str, arguments: dict[str, Any]) -> Any:
             "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2,
             "patch_size": 4, "out_hidden_size": arguments["hidden_size"],
         }  # fmt: skip
-        return _WITH_IMAGES[architecture](
-            text_config=arguments, vision_config=vision, image_token_id=VOCAB - 1,
-            video_token_id=VOCAB - 2, vision_start_token_id=VOCAB - 3,
+        return transformers.AutoConfig.for_model(
+            architecture, text_config=arguments, vision_config=vision,
+            image_token_id=VOCAB - 1, video_token_id=VOCAB - 2, vision_start_token_id=VOCAB - 3,
             tie_word_embeddings=arguments["tie_word_embeddings"],
             pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
         )  # fmt: skip

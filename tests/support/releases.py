@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging import version
+from transformers import CONFIG_MAPPING
 
 #: With transformers 5.3 the interface of caches and of prepare_inputs_for_generation has changed.
 BEFORE_5_3 = version.parse(metadata.version("transformers")) < version.parse("5.3")
@@ -26,6 +27,12 @@ MAX_LENGTH = "get_max_cache_shape" if BEFORE_5_3 else "get_max_length"
 def queries(count: int) -> int | torch.Tensor:
     """Return new tokens as ``get_mask_sizes`` of a layer takes them."""
     return torch.arange(count) if BEFORE_5_3 else count
+
+
+def needs_type(model_type: str) -> None:
+    """Skip the test that calls this where transformers has no such models yet."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {metadata.version('transformers')} has no {model_type}")
 
 
 HEAD = """# Releases

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ _NAME = "lmdecode"
 # What layers of some models pass that changes which keys are seen, and how much. All else that
 # layers pass is known to others by the mask, or says how to compute.
 _UNSUPPORTED = ("block_indices", "cache", "indices", "position_bias", "sinks")
+# Before transformers 5.3 masks are made from the positions of the queries, not from their number.
+_FROM_POSITIONS = "cache_position" in signature(sdpa_mask).parameters
 
 
 def register() -> None:
@@ -31,7 +34,9 @@ def register() -> None:
     ``model.generate_batch``.
     """
     AttentionInterface.register(_NAME, attention_forward)
-    AttentionMaskInterface.register(_NAME, padding_mask)
+    AttentionMaskInterface.register(
+        _NAME, _mask_from_positions if _FROM_POSITIONS else padding_mask
+    )
     with suppress(ImportError):  # an earlier transformers with another continuous batching
         from lmdecode.integrations.transformers.continuous_batching.attention import register_flash
 
@@ -78,12 +83,16 @@ def padding_mask(
             return None
         return attention_mask[:, None, None, kv_offset : kv_offset + kv_length]
     if allow_is_bidirectional_skip or is_chunked or not is_causal_window:
-        options = {} if mask_function is None else {"mask_function": mask_function}
+        options: dict[str, Any] = dict(q_length=q_length, q_offset=int(q_offset), device=device)
+        if _FROM_POSITIONS:
+            positions = torch.arange(q_length, device=device) + q_offset
+            options = dict(cache_position=positions)
+        if mask_function is not None:
+            options |= dict(mask_function=mask_function)
         return sdpa_mask(
-            batch_size, q_length, kv_length, int(q_offset), kv_offset,
-            attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap,
-            device=device, **options,
+            batch_size, kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask,
+            local_size=local_size, allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, **options,
         )  # fmt: skip
     end = int(q_offset) + q_length
     is_static = kv_offset + kv_length > end
@@ -97,6 +106,14 @@ def padding_mask(
     if is_looked_at and bool(mask[:, kv_offset:].all()):
         return None
     return mask
+
+
+def _mask_from_positions(batch_size: int, cache_position: Tensor, **options: Any) -> Tensor | None:
+    """Return the mask of padding keys as transformers before 5.3 asks for it."""
+    return padding_mask(
+        batch_size, len(cache_position), q_offset=cache_position[0],
+        device=cache_position.device, **options,
+    )  # fmt: skip
 
 
 def _check(query: Tensor, dropout: float, others: dict[str, Any]) -> None:
