@@ -277,9 +277,9 @@ def test_a_step_that_fails(
 # What processes of the command do as they start.
 FAULTS = {
     "ops": """
-from lmdecode.cli import verify_ops
-sample = verify_ops.top_k_top_p_sample
-verify_ops.top_k_top_p_sample = lambda x, *a, **o: sample(x * (1 + 2**-20), *a, **o)
+from lmdecode.cli import verify_texts
+sample = verify_texts.top_k_top_p_sample
+verify_texts.top_k_top_p_sample = lambda x, *a, **o: sample(x * (1 + 2**-20), *a, **o)
 """,
     "texts": """
 import torch
