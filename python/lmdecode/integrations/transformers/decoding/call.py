@@ -142,23 +142,10 @@ def call_generate(
 def engine_call_of(
     decoding: Any, prompt: list[int], arguments: dict[str, Any]
 ) -> EngineCall | None:
-    """Return the engine call of ``Decoding.generate(prompt, **arguments)``.
+    """Return the engine call of ``Decoding.generate(prompt, **arguments)``; a seed is ignored.
 
-    It is the same for every prompt of this length. None if only ``generate()`` can run it.
-
-    Parameters
-    ----------
-    decoding
-        Of a decoder-only model.
-    prompt
-        At least one token.
-    arguments
-        Arguments of ``generate()``; a seed is ignored.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As ``Decoding.generate``.
+    It is the same for every prompt of this length. None if only ``generate()`` can run it. Raises
+    as ``Decoding.generate``.
     """
     inputs = torch.tensor([prompt], device="cpu")
     arguments = _without_cache({**arguments, "attention_mask": torch.ones_like(inputs)})

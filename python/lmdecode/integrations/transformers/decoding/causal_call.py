@@ -52,24 +52,9 @@ _IGNORED = frozenset(
 class CausalCall(NamedTuple):
     """Prepared arguments of a ``generate()`` call.
 
-    Attributes
-    ----------
-    model
-        The model of transformers, or its stand-in.
-    input_ids, mask : Tensor
-        [rows, S] int64 on the CPU. The mask may be None; 0 is padding on the left.
-    device
-        Device of the caller's tokens and of the result.
-    processors, criteria, config
-        As ``generate()`` prepares them; tries are bound to the prompt.
-    drafting
-        The drafts of the call, or None.
-    streamer, seed, constraints, force_words_ids
-        As given, or None.
-    has_beams : bool
-        Whether it is a beam search.
-    fits_engine : bool
-        Whether the call has no feature that engines lack (streamers, constraints).
+    ``input_ids`` and ``mask`` are [rows, S] int64 on the CPU, and 0 in the mask is padding on the
+    left. ``device`` is the device of the caller's tokens and of the result. ``fits_engine`` is
+    false if the call uses a feature that engines lack (streamers, constraints).
     """
 
     model: Any

@@ -19,16 +19,9 @@ _MAX_STEP_TOKENS = 512  # of an assistant
 
 
 class LoopDrafts(NamedTuple):
-    """Drafts of a loop.
+    """The drafts of a loop: their settings, the rules of each row, and the tokens that end a row.
 
-    Attributes
-    ----------
-    drafting : Drafting
-        Their settings.
-    rules : list of RowRules
-        How the tokens of each row are chosen, as far as a sampler has words for it.
-    ends : list of int
-        Tokens that end a row.
+    The rules choose tokens as the row does, as far as a sampler can express it.
     """
 
     drafting: Drafting
@@ -37,24 +30,11 @@ class LoopDrafts(NamedTuple):
 
 
 class CausalModel:
-    """A packed decoder-only model as ``StepwiseModel``.
+    """A packed decoder-only model as ``StepwiseModel``; equal prompts are read once.
 
-    Rows with equal prompts share them: each is read once.
-
-    Parameters
-    ----------
-    packed : PackedCausalModel
-        The model.
-    input_ids : Tensor
-        [rows, S] int64, the prompts, padded on the left.
-    attention_mask : Tensor or None
-        [rows, S]: 0 is padding.
-    max_length : int
-        Maximum length of a row, padding counted.
-    cache_dtype : str
-        See ``CausalCaches``.
-    drafts : LoopDrafts, optional
-        Steps read draft tokens ahead; only for loops that do not reorder rows.
+    Prompts are [rows, S] int64, padded on the left where ``attention_mask`` is 0; ``max_length``
+    counts the padding. With ``drafts``, steps read draft tokens ahead; only for loops that do not
+    reorder rows.
     """
 
     def __init__(

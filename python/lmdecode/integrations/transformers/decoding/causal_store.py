@@ -47,22 +47,9 @@ def with_session(
 class StoredCall:
     """One call of ``Decoding.generate`` with a store; nothing is looked up before its loop begins.
 
-    Keys and values are stored of what was read as a prompt alone: generated tokens attend by
-    another kernel, in other bits, and are read again with the next prompt.
-
-    Parameters
-    ----------
-    decoding
-        The ``Decoding``.
-    store, session
-        See ``Decoding.generate``.
-    inputs, arguments
-        Those of ``generate()``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names an argument that a call with a store cannot do, or shows both fingerprints.
+    Only keys and values of tokens that were read as a prompt are stored. Generated tokens attend by
+    another kernel, with other bits, and are read again with the next prompt. Raises ValueError or
+    TypeError that names an argument a call with a store cannot do, or shows both fingerprints.
     """
 
     def __init__(

@@ -52,15 +52,10 @@ _ROUTER = (re.compile(r"(.+\.block_sparse_moe\.router)\.weight"), r"\1.layer.wei
 
 
 def mxfp4_weight(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
-    """Return a matrix of MXFP4 in the blocks that GGUF files have: the same numbers.
+    """Return a matrix of MXFP4 in the blocks of GGUF files, with the same values.
 
-    Parameters
-    ----------
-    blocks : Tensor
-        uint8 [out, groups, 16]: elements 2 i and 2 i + 1 of a group in the halves of a byte, the
-        low half first.
-    scales : Tensor
-        uint8 [out, groups]: exponents + 127.
+    ``blocks`` is uint8 [out, groups, 16]: each byte has elements 2 i and 2 i + 1 of a group, the
+    low half first. ``scales`` is uint8 [out, groups]: exponents + 127.
     """
     elements = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [out, groups, 32]
     halves = elements[..., :16] | elements[..., 16:] << 4
@@ -69,17 +64,10 @@ def mxfp4_weight(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
 
 
 class ExpertTensors:
-    """What a folder has in the place of parameters that it does not have by name.
+    """The tensors of experts that a folder has under other names than the model's parameters.
 
-    Parameters
-    ----------
-    names : container of str
-        Of the folder's tensors.
-    part : callable
-        ``part(name, index)`` returns the part of a tensor, [E, ...], of an expert, and
-        ``part(name, None)`` all of it.
-    shape : callable
-        Returns the shape of a tensor.
+    ``part(name, index)`` returns an expert's part of a tensor [E, ...], and ``part(name, None)``
+    all of it. ``shape`` returns the shape of a tensor, ``names`` are the folder's tensors.
     """
 
     def __init__(
@@ -297,13 +285,7 @@ def _named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files, by the model's names.
-
-    Parameters
-    ----------
-    files : dict
-        Name to file.
-    """
+    """The tensors of a folder's safetensors files, by the model's names."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files

@@ -22,16 +22,8 @@ class Encoder:
     """A model's encoder on packed weights.
 
     For unsupported inputs (embeddings, states of all layers, masks other than runs of ones) the
-    model's own encoder runs, if the model has its weights.
-
-    Parameters
-    ----------
-    model
-        An encoder-decoder model.
-    dtype : {"float32", "bfloat16", "int8", "int4"}
-        Format of linear weights.
-    embedding : Tensor, optional
-        [V, D] float32: the decoder's, if the model shares it with the encoder.
+    model's own encoder runs, if the model has its weights. ``embedding`` is the decoder's [V, D]
+    float32, if the model shares it with the encoder.
     """
 
     def __init__(self, model: Any, dtype: str, embedding: Tensor | None = None) -> None:

@@ -83,15 +83,7 @@ def _end_tokens(stopping_criteria: Any) -> list[int] | None:
 def rules_of_drafts(
     packed: PackedCausalModel, call: CausalCall, noise: int | Tensor | None
 ) -> list[RowRules]:
-    """Return how the drafts of each row are chosen; processors without such rules are left out.
-
-    Parameters
-    ----------
-    packed, call
-        The model and the call.
-    noise
-        Seeds of the rows, as of ``noise_of_rows``.
-    """
+    """Return the rules that choose each row's drafts; processors beyond such rules are left out."""
     length, vocab = call.input_ids.shape[1], packed.config.vocab_size
     padding: Any = torch.zeros(len(call.input_ids), dtype=torch.int64, device="cpu")
     if call.mask is not None:
@@ -127,15 +119,7 @@ def _raise_for_failed(requests: list[Request]) -> None:
 
 
 class EngineCall(NamedTuple):
-    """Arguments of ``Engine.submit`` that all rows share.
-
-    Attributes
-    ----------
-    max_new_tokens, do_sample, eos_token_id, parameters
-        As of ``Engine.submit``.
-    pad : int
-        Token that pads a row after its end.
-    """
+    """Arguments of ``Engine.submit`` that all rows share; ``pad`` pads a row after its end."""
 
     max_new_tokens: int
     do_sample: bool
@@ -158,12 +142,7 @@ class EngineCall(NamedTuple):
 def engine_call(packed: PackedCausalModel, call: CausalCall) -> EngineCall | None:
     """Return the engine call of a ``generate()`` call; None if an engine cannot run it.
 
-    Parameters
-    ----------
-    packed
-        The model.
-    call
-        A call with ``fits_engine`` and without beams.
+    The call must have ``fits_engine`` and no beams.
     """
     config, input_ids = call.config, call.input_ids
     length = input_ids.shape[1]
@@ -216,19 +195,8 @@ def _new_engine(
 def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCall) -> Tensor | None:
     """Return the result of ``generate()``; None if an engine cannot run the call.
 
-    Parameters
-    ----------
-    packed, cache_dtype
-        See ``Engine``.
-    call
-        As of ``engine_call``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        ``seed`` is invalid.
-    RuntimeError
-        A row has no token to choose.
+    Raises ValueError or TypeError for an invalid ``seed``, and RuntimeError if a row has no token
+    to choose.
     """
     asked, prompts, input_ids = engine_call(packed, call), _prompts(call), call.input_ids
     if asked is None or prompts is None:

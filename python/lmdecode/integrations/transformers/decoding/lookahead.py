@@ -19,14 +19,7 @@ class Lookahead:
     the draft, their logits are already computed, with the bits of steps of one token. Rejected
     tokens are removed from the caches.
 
-    Parameters
-    ----------
-    caches : CausalCaches
-        They have read the prompts, and can go back a draft.
-    lengths : list of int
-        Lengths of the prompts.
-    drafts : Drafts
-        The drafts of the sequences, which have begun, by their rows.
+    The caches have read prompts of these lengths and can go back by a draft. The drafts have begun.
     """
 
     def __init__(self, caches: CausalCaches, lengths: list[int], drafts: Drafts) -> None:

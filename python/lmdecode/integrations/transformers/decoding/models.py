@@ -264,12 +264,8 @@ def _refuse_other_classes(name: str | os.PathLike[str], config: Any) -> None:
 def load_model(name: str | os.PathLike[str], config: Any) -> Any:
     """Return the model of a folder or of a name, of its config's class, with float32 weights.
 
-    Raises
-    ------
-    ValueError
-        The config's type is neither in ``MODEL_TYPES`` nor in ``CAUSAL_MODEL_TYPES``.
-    OSError
-        There is no such model.
+    Raises ValueError if the config's type is neither in ``MODEL_TYPES`` nor in
+    ``CAUSAL_MODEL_TYPES``, and OSError if the model does not exist.
     """
     if not config.is_encoder_decoder:
         if config.model_type not in CAUSAL_MODEL_TYPES:
@@ -290,13 +286,9 @@ def load_model(name: str | os.PathLike[str], config: Any) -> Any:
 def load_parts(name: str | os.PathLike[str], *, mtp: bool = False) -> tuple[Any, Any, Any]:
     """Return a model, and the config and the weights of its decoder.
 
-    A decoder-only model of a folder with safetensors comes without weights: each is read when it
-    is requested. With ``mtp`` its weights have those that predict further tokens.
-
-    Raises
-    ------
-    ValueError, OSError
-        See ``load_model`` and ``parts_of``.
+    A decoder-only model of a folder with safetensors comes without weights: each is read when it is
+    requested. With ``mtp`` they include the head that predicts further tokens. Raises as
+    ``load_model`` and ``parts_of``.
     """
     folder, config = Path(name), AutoConfig.from_pretrained(name)
     _refuse_other_classes(name, config)
@@ -331,10 +323,7 @@ def load_parts(name: str | os.PathLike[str], *, mtp: bool = False) -> tuple[Any,
 def decoder_of(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     """Return the config and the weights of a model's decoder.
 
-    Raises
-    ------
-    ValueError
-        The model is not one of ``MODEL_TYPES``, or has an unknown activation.
+    Raises ValueError if the model is not one of ``MODEL_TYPES``, or has an unknown activation.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in MODEL_TYPES or not hasattr(model, "get_output_embeddings"):
@@ -355,10 +344,8 @@ def decoder_of(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
 def parts_of(model: Any) -> tuple[Any, Any]:
     """Return config and weights of a model's decoder, or of a decoder-only model.
 
-    Raises
-    ------
-    ValueError
-        See ``decoder_of`` and ``causal_model_of``; or the model has methods or hooks of other code.
+    Raises ValueError as ``decoder_of`` and ``causal_model_of`` do, and if the model has methods or
+    hooks of other code.
     """
     op = "Decoding.from_pretrained"
     refuse_stand_in(op, model)

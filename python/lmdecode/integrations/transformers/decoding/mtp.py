@@ -58,12 +58,9 @@ def _check(checkpoint: Checkpoint, layer: Any) -> None:
 
 
 def mtp_layer(model: Any) -> Any:
-    """Return a model of one layer with attention, as what predicts further tokens is.
+    """Return a one-layer model with attention for the head that predicts further tokens.
 
-    Raises
-    ------
-    ValueError
-        Models of this type have none.
+    Raises ValueError if models of this type have no such head.
     """
     kind = model.config.model_type
     if kind not in _TYPES:
@@ -76,16 +73,10 @@ def mtp_layer(model: Any) -> Any:
 def mtp_of(
     layer: Any, weights: CausalWeights, read: Callable[[str], Any]
 ) -> tuple[CausalConfig, CausalWeights]:
-    """Return the config and the weights of such a layer and of what is before it.
+    """Return the config and the weights of the layer of ``mtp_layer`` and of the modules before it.
 
-    Parameters
-    ----------
-    layer
-        Of ``mtp_layer``.
-    weights
-        Of the model, whose embedding and head it has.
-    read
-        Returns the values of a parameter of ``layer``, and of what is before it.
+    ``weights`` are the model's: its embedding and head are shared. ``read`` returns the values of a
+    parameter of ``layer`` or of the modules before it.
     """
 
     def shared_or_own(name: str) -> Any:
@@ -107,19 +98,10 @@ def mtp_of(
 def mtp_of_folder(
     model: Any, weights: CausalWeights, checkpoint: Checkpoint
 ) -> tuple[CausalConfig, CausalWeights]:
-    """Return the config and the weights of what predicts further tokens, of a folder.
+    """Return the config and the weights of a folder's head that predicts further tokens.
 
-    Parameters
-    ----------
-    model, weights
-        The model of the folder, whose parameters have no values, and its weights.
-    checkpoint
-        The tensors of the folder.
-
-    Raises
-    ------
-    ValueError
-        The folder has none, or other tensors than expected.
+    The parameters of ``model`` have no values. Raises ValueError if the folder has no such head, or
+    other tensors than expected.
     """
     layer = mtp_layer(model)
     _check(checkpoint, layer)

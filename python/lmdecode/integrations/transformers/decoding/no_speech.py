@@ -17,15 +17,7 @@ class NoSpeech:
     """Computes the probabilities of ``WhisperNoSpeechDetection`` in the search that follows.
 
     transformers runs encoder and decoder again for them, if the prompt is longer than one token.
-
-    Parameters
-    ----------
-    processor
-        Receives the probabilities.
-    input_ids : Tensor
-        [rows, length] int64, the prompts.
-    num_beams
-        Rows per audio.
+    The ``processor`` receives them. Prompts are [rows, length] int64, ``num_beams`` rows per audio.
     """
 
     def __init__(

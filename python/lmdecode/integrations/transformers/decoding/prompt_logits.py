@@ -19,15 +19,7 @@ __all__ = ["PromptLogits"]
 
 
 class PromptLogits(ForwardOf):
-    """The ``forward`` of a Whisper model on packed weights, for a prompt of one token.
-
-    Parameters
-    ----------
-    kind : type
-        The model's class.
-    encoder, decoder
-        Packed encoder and decoder of the model.
-    """
+    """The ``forward`` of a Whisper model on packed weights, for a prompt of one token."""
 
     def __init__(self, kind: type, encoder: Any, decoder: PackedDecoder) -> None:
         super().__init__(kind)

@@ -17,11 +17,8 @@ _PADDING = torch.iinfo(torch.int64).min  # kPadding of csrc/decoder/decoding.h
 def prompt_padding(model: Any, model_kwargs: dict[str, Any], input_ids: Tensor) -> Tensor | None:
     """Return the mask of padding tokens, [rows, length] bool; None if there is no padding.
 
-    Raises
-    ------
-    ValueError
-        The mask does not fit the prompts, or the model is not Whisper: only Whisper's positions do
-        not count padding.
+    Raises ValueError if the mask does not fit the prompts, or the model is not Whisper: only
+    Whisper's positions do not count padding.
     """
     mask = model_kwargs.get("decoder_attention_mask")
     if mask is None or bool(mask.all()):

@@ -27,12 +27,8 @@ def token_rules_of_processors(
 ) -> TokenRules | None:
     """Return the rules of one slot, or None if rules cannot express the processors.
 
-    has_timestamps: whether the rules support Whisper's timestamps.
-
-    Raises
-    ------
-    ValueError
-        A token is forced that the vocabulary does not have.
+    ``has_timestamps`` says whether the rules support Whisper's timestamps. Raises ValueError if a
+    forced token is not in the vocabulary.
     """
     fused = FusedProcessors(processors, has_timestamps=has_timestamps)
     if not fused.fits(vocab_size) or fused.ignores_prompt:

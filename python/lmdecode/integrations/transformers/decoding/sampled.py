@@ -45,17 +45,7 @@ class _Decoder:
 def decode_by_sampling(decoder: PackedDecoder, call: SearchCall, seed: Any) -> Any:
     """Run the decoder in C++ and draw tokens as ``sample`` does; each step returns to Python.
 
-    Parameters
-    ----------
-    decoder, call
-        The model, and a call with one beam.
-    seed
-        See ``sample``.
-
-    Returns
-    -------
-    Tensor or GenerateEncoderDecoderOutput
-        On the CPU.
+    The call has one beam. The result is on the CPU.
     """
     parameters, state = new_search(
         call.settings, call.input_ids, end_tokens=[], keep_beam_indices=False

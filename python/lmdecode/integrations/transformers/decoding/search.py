@@ -29,13 +29,7 @@ __all__ = ["decode_with_any_rules"]
 
 
 class GreedySearch(StateSearch):
-    """Greedy search with any processors and any stopping criteria.
-
-    Parameters
-    ----------
-    settings, input_ids, processors, criteria, recorder
-        See ``SearchBase``; one beam.
-    """
+    """Greedy search with any processors and any stopping criteria; see ``SearchBase``."""
 
     def __init__(
         self,
@@ -77,15 +71,8 @@ class GreedySearch(StateSearch):
 def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
     """Run the decoder in C++ and choose tokens as ``beam_search`` does, in Python.
 
-    Returns
-    -------
-    Tensor or an output of ``generate()``
-        On the CPU.
-
-    Raises
-    ------
-    RuntimeError
-        A prompt has NaN in its logits, or no candidate above -inf.
+    The result is on the CPU. Raises RuntimeError if a prompt has NaN in its logits, or no candidate
+    above -inf.
     """
     config, settings, prompts = call.config, call.settings, call.input_ids
     groups, greedy = config.num_beam_groups or 1, settings.num_beams == 1

@@ -18,20 +18,9 @@ __all__ = ["SearchCall"]
 class SearchCall(NamedTuple):
     """Arguments of one call of the loop by ``generate()``; only the memory may be on a device.
 
-    Attributes
-    ----------
-    model, config
-        Of transformers. The config belongs to this call.
-    settings, input_ids
-        Of the search, and its prompts, [batch * num_beams, length] int64.
-    padding : Tensor or None
-        [batch * num_beams, length] bool: True for padding of the prompts.
-    processors, criteria
-        Any.
-    memory, lengths : Tensor
-        [batch, S, M] float32 and [batch] int64.
-    no_speech
-        The ``NoSpeech`` to run on the prompts, or None.
+    ``input_ids`` and ``padding`` (bool, True for padding) are [batch * num_beams, length].
+    ``memory`` is [batch, S, M] float32 with ``lengths`` [batch] int64. The config belongs to this
+    call. ``no_speech`` runs on the prompts.
     """
 
     model: Any

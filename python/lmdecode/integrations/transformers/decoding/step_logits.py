@@ -19,20 +19,9 @@ __all__ = ["StepLogits"]
 class StepLogits:
     """Collects ``output_scores`` and ``output_logits`` over the steps.
 
-    Parameters
-    ----------
-    config
-        As ``generate()`` prepares it.
-    is_kept
-        Whether these searches expose the logits of a step. Otherwise nothing is collected.
-
-    Attributes
-    ----------
-    scores : list of Tensor or None
-        [rows, V] float32 for each step, as in transformers: processed logits in greedy search,
-        processed log-probabilities with beams. 0 in rows of ended searches.
-    logits : list of Tensor or None
-        Likewise, the unprocessed logits of the decoder.
+    ``scores`` has, for each step, [rows, V] float32 as in transformers: processed logits in greedy
+    search, processed log-probabilities with beams, and 0 in rows of ended searches. ``logits`` has
+    the unprocessed logits of the decoder. Nothing is collected unless ``is_kept``.
     """
 
     def __init__(self, config: GenerationConfig, *, is_kept: bool) -> None:

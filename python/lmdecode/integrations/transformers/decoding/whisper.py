@@ -18,11 +18,7 @@ class CallEncoder:
     """The encoder of one call of ``generate()``, which runs once for each window of an audio.
 
     ``generate()`` encodes the same windows again to detect the language, and for each temperature.
-
-    Parameters
-    ----------
-    encoder
-        Takes features, [B, channels, frames].
+    ``encoder`` takes features, [B, channels, frames].
     """
 
     def __init__(self, encoder: Any) -> None:
@@ -77,28 +73,11 @@ def cross_attentions(
 ) -> tuple[tuple[Tensor, ...]]:
     """Return the cross-attention weights of generated tokens, by one pass of the decoder.
 
-    Parameters
-    ----------
-    model
-        A Whisper model with eager attention.
-    sequences : Tensor
-        [B, length] int64; the last token is not read.
-    memory : Tensor
-        [B, S, M].
-    padding : Tensor, optional
-        [B * num_beams, prompt] bool: True where the prompts are padding.
-    num_beams
-        Beams per audio. Each gets the attentions of the audio's sequence.
-
-    Returns
-    -------
-    tuple of one tuple of Tensor
-        One step, with [B * num_beams, heads, length - 1, S] for each layer.
-
-    Raises
-    ------
-    ValueError
-        The model has no weights.
+    The result is a tuple of one step, a tuple of [B * num_beams, heads, length - 1, S] for each
+    layer; the beams of an audio get the weights of its one sequence. ``sequences`` is [B, length]
+    int64, its last token is not read; ``memory`` is [B, S, M]; ``padding`` is [B * num_beams,
+    prompt] bool, True for padding. Raises ValueError if the model, which must have eager attention,
+    has no weights.
     """
     if is_stand_in(model.get_decoder()):
         raise ValueError(
@@ -124,22 +103,13 @@ def cross_attentions(
 
 
 class CallSounds:
-    """The sounds that the rows of one call of Whisper's ``generate()`` are of.
+    """Tracks which sound each row belongs to in one call of Whisper's ``generate()``.
 
-    It calls that of transformers for a window of the sounds that are not yet at their end, and
-    again for those whose text was not good enough. Its methods that are asked which these are note
-    it here. What is found of a sound is kept by its place in the window: transformers takes the
-    row of the loop for it, and so another sound where the batch has become smaller.
-
-    Parameters
-    ----------
-    model
-        The copy of the model for this call.
-
-    Attributes
-    ----------
-    count : int
-        Number of sounds of the call.
+    transformers calls the loop for a window of the sounds that have not ended, and again for those
+    whose text was not good enough; its methods that learn which sounds remain record them here.
+    Results are kept by a sound's place in the window: transformers takes the row of the loop for
+    it, which is another sound once the batch has become smaller. ``model`` is the copy for this
+    call.
     """
 
     def __init__(self, model: Any) -> None:

@@ -43,16 +43,10 @@ def refused(what: str, others: str = "other models", function: str = "pack_linea
 
 
 class PerLayerTrunk(NamedTuple):
-    """What a model gives to its layers beside embeddings.
+    """The modules that compute the inputs of layers beside embeddings.
 
-    Attributes
-    ----------
-    embedding
-        Has ``weight`` [V, L P] and ``embed_scale``.
-    projection, norm
-        A linear module [L P, D], and a norm of [P].
-    projection_scale, scale : float
-        What the projection is multiplied by before its norm, and what all is at last.
+    ``embedding`` has ``weight`` [V, L P] and ``embed_scale``. ``projection`` is a linear module [L
+    P, D], multiplied by ``projection_scale`` before its ``norm`` [P]. ``scale`` multiplies the sum.
     """
 
     embedding: Any
@@ -65,16 +59,8 @@ class PerLayerTrunk(NamedTuple):
 class Trunk(NamedTuple):
     """The modules of a model, without its head.
 
-    Attributes
-    ----------
-    root
-        Every parameter below it must be read.
-    embedding, final_norm, rotary, positions
-        ``positions`` is an ``Embedding``. None if the model has no such module.
-    layers
-        The layers, each an argument of ``Architecture.layer``.
-    per_layer : PerLayerTrunk or None
-        Where layers have inputs beside embeddings.
+    Every parameter below ``root`` must be read. A module that the model lacks is None.
+    ``positions`` is an ``Embedding``. Each layer is an argument of ``Architecture.layer``.
     """
 
     root: Any
@@ -119,22 +105,14 @@ def linears_of(part: Any) -> list[Any]:
 class ExpertModules(NamedTuple):
     """The modules of a layer's experts.
 
-    Attributes
-    ----------
-    router
-        Has ``weight`` [E, D], and may have ``bias``.
-    experts
-        Has ``gate_up_proj`` and ``down_proj``, with E in front, and may have their biases.
-    choice_bias
-        A module and the name of its parameter or buffer [E], added to what experts are chosen by.
-    shared_gate
-        Of the shared expert, whose layers are ``ffn_gate`` and so on: [1, D].
-    is_interleaved : bool
-        Whether ``gate_up_proj`` is [E, D, 2 X], gates at even places; else it is [E, 2 X, D], gates
-        first. ``down_proj`` likewise is [E, X, D], or [E, D, X].
-    router_norm, scales
-        Modules and the names of their parameters: the gamma of a norm of what the router reads [D],
-        to be multiplied by ``router_norm_factor``; and what weights are multiplied by [E].
+    ``router`` has ``weight`` [E, D] and may have ``bias``. ``experts`` has ``gate_up_proj`` and
+    ``down_proj`` with E in front, and may have their biases. They are [E, 2 X, D], gates first, and
+    [E, D, X]; if ``is_interleaved``, [E, D, 2 X] with gates at even places, and [E, X, D].
+
+    Pairs are a module and the name of its parameter or buffer. ``choice_bias`` [E] is added to the
+    scores that choose experts, ``router_norm`` [D] is the gamma of a norm before the router (times
+    ``router_norm_factor``), and ``scales`` [E] multiplies the weights. ``shared_gate`` is the [1,
+    D] gate of the shared expert, whose layers are ``ffn_gate`` and so on.
     """
 
     router: Any
@@ -155,30 +133,18 @@ class PerLayerModules(NamedTuple):
 
 
 class LayerModules(NamedTuple):
-    """The modules of one layer; the norms' names are those of ``CausalLayerWeights``.
+    """The modules of one layer; norms are named as in ``CausalLayerWeights``.
 
-    Attributes
-    ----------
-    attention
-        Has ``head_dim`` and ``scaling``. None if the layer has a mixer.
-    qkv
-        Modules of queries, keys and values, or one for all three, or ``Rows`` of modules. Of a
-        layer with a mixer those of its first projection.
-    ffn_gate, ffn_up
-        If both are the same module, its outputs are the gate's, then the other's. None: no gate.
-    mixer, convolution, delta_rule
-        A mixer's sizes, the module of its convolution, and of a ``GatedDeltaRule`` or a ``Mamba2``
-        the module that has ``A_log``, ``dt_bias`` and ``norm``, of a ``Mamba2`` ``D``, too.
-    experts : ExpertModules or None
-        Where there are any, ``ffn_up`` and so on are the shared expert's, or None.
-    sinks
-        Whether the attention has a parameter ``sinks``.
-    shared_keys, keys_are_values
-        As of ``CausalConfig``; ``qkv`` then has no keys and values, or no values.
-    per_layer : PerLayerModules or None
-        Where the trunk has such inputs.
-    scale
-        A module and the name of its buffer or parameter [1]; None: 1.
+    ``attention`` has ``head_dim`` and ``scaling``; it is None if the layer has a mixer. ``qkv``
+    holds the modules of queries, keys and values, or one for all three, or ``Rows`` of modules;
+    with a mixer, the modules of its first projection. It has no keys and values with
+    ``shared_keys``, and no values with ``keys_are_values``. If ``ffn_gate`` and ``ffn_up`` are the
+    same module, its outputs are the gate's, then the other's; ``ffn_gate`` is None without a gate.
+
+    ``mixer`` holds sizes and ``convolution`` is a module. ``delta_rule`` is the module with
+    ``A_log``, ``dt_bias`` and ``norm`` (and ``D`` for a ``Mamba2``). With ``experts``, ``ffn_up``
+    and so on are the shared expert's, or None. ``scale`` is a module and the name of its buffer or
+    parameter [1]; None: 1.
     """
 
     attention: Any
@@ -245,37 +211,18 @@ def attention_layer(layer: Any) -> LayerModules:
 class Architecture:
     """How to read the models of one type. Strings are names of entries of their config.
 
-    Parameters
-    ----------
-    trunk, layer : callable
-        They return a model's modules, and a layer's.
-    norm, norm_epsilon
-        Kind of every norm, and the entry of its epsilon.
-    gamma_plus_one : bool
-        Norms multiply by 1 + weight.
-    activation
-        The entry of the activation's name.
-    fixed_activation
-        The activation, if the config has no such entry.
-    value_norm : bool
-        Heads of values have a norm without weights.
-    attention_gate : bool
-        The last rows of attention layers' ``qkv`` are an output gate's.
-    windows
-        Which layers have a window: none; all, of ``sliding_window`` tokens, if that is not None; or
-        those that ``layer_types`` calls ``sliding_attention``.
-    layers_without_positions : bool
-        Layers whose attention has a false ``use_rope`` do not rotate queries and keys.
-    embedding_scaled : bool
-        The embedding has an ``embed_scale``.
-    attention_softcap, logits_softcap, embedding_multiplier, residual_multiplier, logits_divisor
-        Entries; None if the architecture has no such number.
-    logits_multiplier
-        Likewise.
-    experts : callable, optional
-        Returns, for a config, the arguments of ``ExpertsConfig`` but ``layers``.
-    must_be_off : tuple of str
-        Entries that must be off, as their feature is not supported.
+    ``trunk`` and ``layer`` return the modules of a model and of a layer. ``norm_epsilon`` and
+    ``activation`` are entries; ``fixed_activation`` is the activation itself, if the config has no
+    entry. With ``gamma_plus_one`` norms multiply by 1 + weight. With ``value_norm`` the heads of
+    values have a norm without weights. With ``attention_gate`` the last rows of attention layers'
+    ``qkv`` are an output gate's.
+
+    ``windows`` says which layers have a window: none; all, of ``sliding_window`` tokens, if that is
+    not None; or those that ``layer_types`` calls ``sliding_attention``. With
+    ``layers_without_positions`` a layer with a false ``use_rope`` does not rotate queries and keys.
+    Softcaps, multipliers and the divisor are entries, or None. ``experts`` returns, for a config,
+    the arguments of ``ExpertsConfig`` but ``layers``. Entries in ``must_be_off`` turn on features
+    that are not supported.
     """
 
     trunk: Callable[[Any], Trunk]

@@ -54,19 +54,10 @@ def heads_of(
     rotary: Sequence[int | None],
     frequencies: Sequence[Tensor],
 ) -> tuple[Heads, Heads]:
-    """Return the heads of layers with a window, and of those without.
+    """Return the heads of layers with a window, and of layers without one.
 
-    Parameters
-    ----------
-    num_heads
-        Of queries.
-    layers, windows, rotary
-        Of each layer its modules, its window and which of ``frequencies`` turn its heads.
-
-    Raises
-    ------
-    ValueError
-        Layers that are alike in their window have heads of several kinds.
+    ``num_heads`` counts queries; ``rotary`` has the index in ``frequencies`` for each layer. Raises
+    ValueError if layers that agree in having a window differ in their heads.
     """
     by_kind: dict[bool, set[Heads]] = {True: set(), False: set()}
     for layer, window, turn in zip(layers, windows, rotary, strict=True):
@@ -215,19 +206,11 @@ def expert_weights(
     read: Callable[[str], Any] | None,
     factor: float,
 ) -> dict[str, Any]:
-    """Return the weights of a layer's experts; matrices are read as they are asked for.
+    """Return the weights of a layer's experts; each matrix is read when it is requested.
 
-    Parameters
-    ----------
-    modules
-        Of the layer.
-    parameter
-        Returns the parameter of a module, by its name there.
-    read
-        Returns a function of an expert's index for ``gate_up_proj`` and ``down_proj``: see
-        ``causal_model_of``. None: the module's own parameters.
-    factor
-        What outputs are multiplied by.
+    ``parameter`` returns a module's parameter by name. ``read`` returns a function of an expert's
+    index for ``gate_up_proj`` and ``down_proj`` (see ``causal_model_of``); None: the module's own
+    parameters. ``factor`` multiplies the outputs.
     """
     experts, count = modules.experts, modules.router.weight.shape[0]
 
@@ -303,26 +286,18 @@ def causal_model_of(
 ) -> tuple[CausalConfig, CausalWeights]:
     """Return the config and the weights of a decoder-only model.
 
-    Weights are the model's own tensors, except that queries, keys and values are joined, and that
-    a factor or 1 + weight is folded into some. The weights of a layer are made each time it is
+    Weights are the model's own tensors, except that queries, keys and values are joined, and that a
+    factor or 1 + weight is folded into some. The weights of a layer are made each time it is
     requested, so that only one layer needs to be in memory at a time.
 
-    Parameters
-    ----------
-    model
-        A causal language model of transformers, of a type in ``CAUSAL_MODEL_TYPES``.
-    read : callable, optional
-        Returns the parameter of a name, for a model whose parameters have no values. A linear
-        weight or an embedding may be a ``QuantizedWeight``, [out, in] even for a ``Conv1D``. Then
-        those of the result are, too, unless a factor is folded in. Of ``gate_up_proj`` and
-        ``down_proj`` of experts it returns a function of an expert's index: to its gate and its up,
-        or to its down, [out, in].
+    For a model whose parameters have no values, ``read`` returns a parameter by name. A linear
+    weight or an embedding may be a ``QuantizedWeight``, [out, in] even for a ``Conv1D``; it stays
+    quantized unless a factor is folded in. For ``gate_up_proj`` and ``down_proj`` of experts,
+    ``read`` returns a function of an expert's index that returns its gate and its up, or its down,
+    [out, in].
 
-    Raises
-    ------
-    ValueError
-        The model has another type, or a feature that ``CausalConfig`` does not express; it is
-        named.
+    Raises ValueError if the type is not in ``CAUSAL_MODEL_TYPES``, or names a feature that
+    ``CausalConfig`` does not express.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in CAUSAL_MODEL_TYPES or not isinstance(model, PreTrainedModel):
