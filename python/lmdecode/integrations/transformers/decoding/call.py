@@ -32,7 +32,7 @@ __all__ = ["call_generate", "engine_call_of"]
 def _check_decoder_arguments(arguments: dict[str, Any]) -> None:
     """Raise for arguments that no encoder-decoder model supports, before any change."""
     refuse_past(arguments)
-    if arguments.get("streamer") is not None:  # before generate() gives it the prompt
+    if arguments.get("streamer") is not None:  # before generate() passes it the prompt
         raise ValueError(
             "Decoding.generate: streamer is given; expected none, tokens stay in C++ until the "
             "search has ended"
@@ -57,7 +57,7 @@ def _check_inputs(model: Any, arguments: dict[str, Any], inputs: Any) -> None:
     if not isinstance(found, Tensor):
         shape = "[B, S]" if takes_tokens else "[B, channels, frames]"
         raise type_error("Decoding.generate", name, found, f"a tensor {shape}")
-    least = 1 if model.config.is_encoder_decoder else 0  # of others causal_call says it
+    least = 1 if model.config.is_encoder_decoder else 0  # causal_call checks the others
     if takes_tokens and (found.dim() != 2 or found.shape[1] < least):
         raise ValueError(
             f"Decoding.generate: {name} has shape {list(found.shape)}; expected [B, S], S at "
@@ -159,7 +159,7 @@ def engine_call_of(
 def _without_cache(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return arguments with which ``generate()`` prepares no cache.
 
-    The cache would be unused, and preparing it takes a good part of a small model's call.
+    The cache would be unused, and preparing it takes much of a small model's call.
     """
     config = arguments.get("generation_config")
     if config is None:

@@ -95,7 +95,7 @@ def _refuse(
     # Outputs of encoders; there is no encoder.
     empty = {name for name, value in model_kwargs.items() if isinstance(value, dict) and not value}
     types = model_kwargs.get("token_type_ids")
-    # Zeros of Gemma 3's processor mean text only; other models embed zeros, too.
+    # Zeros from Gemma 3's processor mean text only; other models embed zeros, too.
     if types is not None and model.config.model_type == "gemma3" and not bool(types.any()):
         empty.add("token_type_ids")
     refuse_handed_on(model_kwargs, _IGNORED | empty, "model")
@@ -209,7 +209,7 @@ def causal_call(
             )
     streamer, given_tokenizer = arguments.get("streamer"), arguments.get("tokenizer")
 
-    # transformers passes on what this adds to the arguments of its own loops.
+    # transformers passes on the arguments that this signature adds to its own loops'.
     def take(
         model: Any,
         input_ids: Tensor,

@@ -60,7 +60,7 @@ class CausalModel:
             dtype=cache_dtype,
             rollback=0 if drafts is None else drafts.drafting.most,
         )
-        self._hidden: list[Tensor] = []  # of the prompts that were read, as drafts see them
+        self._hidden: list[Tensor] = []  # of the prompts read so far, as drafts see them
         self._entries = torch.tensor([[row, 1, 0, 1] for row in range(rows)], device="cpu")
         self._lookahead: Lookahead | None = None
         self._drafts: Drafts | None = None
@@ -83,7 +83,7 @@ class CausalModel:
 
     def read_prompts(self, input_ids: Tensor) -> Tensor:
         prompts, leaders, parents = self._prompts, list[int](), list[int]()
-        places = dict[tuple[int, ...], int]()  # of each prompt, an index into leaders
+        places = dict[tuple[int, ...], int]()  # for each prompt, an index into leaders
         for row, prompt in enumerate(prompts):
             place = places.setdefault(tuple(prompt.tolist()), len(leaders))
             if place == len(leaders):

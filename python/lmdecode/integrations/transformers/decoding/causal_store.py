@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["StoredCall"]
 
 _OP = "Decoding.generate"
-# Tokens of a prompt after which it is stored while the next ones are read, and of an answer.
+# Tokens after which a prompt, or an answer, is stored while the next ones are computed.
 _COMMIT_PROMPT, _COMMIT_ANSWER = 2048, 32
 
 
@@ -95,7 +95,7 @@ class StoredCall:
         return result
 
     def new_model(self, *arguments: Any) -> StoredCausalModel:
-        """Return the model that the loop is to run; arguments are those of ``CausalModel``."""
+        """Return the loop's model; takes the arguments of ``CausalModel``."""
         return StoredCausalModel(self, *arguments)
 
     def _note(self, sequences: Tensor) -> None:
@@ -106,7 +106,7 @@ class StoredCall:
     def read_prompt(self, caches: CausalCaches, prompt: Tensor) -> Tensor:
         """Read a prompt into the first sequence of empty caches, and return its last logits.
 
-        What is stored of it is loaded instead, and the rest stored.
+        A stored part of it is loaded instead, and the rest is stored.
         """
         conversation = self._conversation = Conversation(
             self._store, self._session, self._request.tokens, b"", chunk_size=None,
@@ -126,8 +126,8 @@ class StoredCall:
         done = conversation.load(fill)
         if done == 0:  # a hit that was lost while it was read
             states.reserve(0)
-        # Where a hit is at the end of something stored alone, that is the same prompt before its
-        # last token, whose logits are wanted.
+        # With checkpoints a hit is only possible at the end of a stored prefix: store the prompt
+        # without its last token, as the logits of that token must be computed.
         last = length - fingerprint.has_checkpoints
         is_new = done < last
         ends = lengths_to_store(self._store, done, last)
@@ -148,7 +148,7 @@ class StoredCall:
         return logits
 
     def saw(self, input_ids: Tensor) -> None:
-        """Note the tokens so far, [rows, S], of a call without beams, and store them by and by."""
+        """Record the tokens so far, [rows, S], of a call without beams, and store them in parts."""
         conversation = self._conversation
         if conversation is None or len(input_ids) > 1:
             return
@@ -159,7 +159,7 @@ class StoredCall:
 
 
 class StoredCausalModel(CausalModel):
-    """A model whose prompt is looked up in a store; arguments are those of ``CausalModel``."""
+    """A ``CausalModel`` that looks its prompt up in a store."""
 
     def __init__(self, call: StoredCall, *arguments: Any) -> None:
         super().__init__(*arguments)

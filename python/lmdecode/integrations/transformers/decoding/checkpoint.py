@@ -85,12 +85,12 @@ class ExpertTensors:
         return name if name != parameter and name in self._names else None
 
     def has(self, parameter: str, shape: list[int]) -> bool:
-        """Whether there is a parameter of experts, of this shape in the model."""
+        """Tell whether there is a parameter of experts that has this shape in the model."""
         found = self._find(parameter)
         return found is not None and found.shapes(shape)
 
     def read(self, parameter: str) -> Callable[[int], Any] | None:
-        """Return what ``causal_model_of`` reads of a parameter of experts, or None."""
+        """Return the function that reads experts for ``causal_model_of``, or None."""
         found = self._find(parameter)
         return None if found is None else found.read
 
@@ -167,9 +167,9 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-# Types whose causal language model would have parameters of other names than their files.
+# Types with other names of parameters in the causal language model than in their files.
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
-# Buffers that are read as weights are.
+# Buffers that are read like weights.
 READ_BUFFERS = (".expert_bias", ".layer_scalar")
 
 
@@ -254,7 +254,7 @@ def files_of(model: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         generation_config = copy.deepcopy(model.generation_config)
-        # Of a marked config transformers reads only known entries: not Whisper's languages.
+        # transformers reads only known entries of a marked config, so not Whisper's languages.
         generation_config._from_model_config = False
         generation_config.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
@@ -267,9 +267,9 @@ def files_of(model: Any) -> dict[str, bytes]:
 
 
 def _named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return what a folder's chat templates change of its files, if it has more than one.
+    """Return the files that change if a folder has more than one chat template.
 
-    They stand in a folder of their own there, and in ``tokenizer_config.json`` here.
+    They move from a folder of their own into ``tokenizer_config.json``.
     """
     named = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if not named:
@@ -350,7 +350,7 @@ class Checkpoint:
         return shape
 
     def _part(self, name: str, index: int | None) -> Tensor:
-        """Return a tensor, or the part of it that its first index has."""
+        """Return a tensor, or its part at a first index."""
         if index is None:
             whole: Tensor = self._file(name).get_tensor(name)
             return whole
@@ -358,13 +358,13 @@ class Checkpoint:
         return part
 
     def read(self, name: str) -> Any:
-        """Return a tensor in its own dtype; of matrices of experts what gives those of one."""
+        """Return a tensor in its own dtype; for experts, a function that returns one's matrices."""
         experts = self._experts.read(name)
         return self._part(self._experts.renamed(name) or name, None) if experts is None else experts
 
 
 def folder_of_file(name: str, file: str) -> Path | None:
-    """Return the folder in the cache that holds a file of a model of a hub, if there is one."""
+    """Return the folder in the cache that holds a file of a hub's model, if there is one."""
     from transformers.utils.hub import cached_file
 
     options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""CTranslate2's rules of searches, for the models of its folders (``formats.ctranslate2``)."""
+"""CTranslate2's rules of searches, for models from its folders (``formats.ctranslate2``)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
 
 _UNUSED_SCORE = -1e10  # CTranslate2's own
 _LOOKING_BACK = (NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor)
-_LACKING = ("constraints", "force_words_ids", "diversity_penalty")  # which it does not have
+_LACKING = ("constraints", "force_words_ids", "diversity_penalty")  # unknown to CTranslate2
 
 
 def is_of_ctranslate2(model: Any) -> bool:
-    """Tell whether a model came from a folder of CTranslate2, and is no Whisper."""
+    """Tell whether a model, not Whisper, came from a folder of CTranslate2."""
     return getattr(getattr(model, "config", None), "ctranslate2", None) is not None
 
 
 def with_defaults(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of ``generate()`` with the defaults of a model from such a folder.
 
-    transformers would warn of them in a generation config, where others make them useless.
+    In a generation config transformers would warn about defaults that others make useless.
     """
     if not is_of_ctranslate2(model):
         return arguments
@@ -81,17 +81,17 @@ def with_rules(
 
 
 def acts_first_alone(rules: TokenRules, length: int) -> bool:
-    """Tell whether rules change probabilities of the first token behind ``length`` tokens alone."""
+    """Tell whether rules change only the first token after ``length`` tokens."""
     changes = looks_back(rules) or bool(rules.diversity_penalty.any()) or rules.bias.numel()
     bans = rules.bans[rules.bans[..., 0] >= 0]
     return not changes and bool((bans[:, 2] <= length).all())
 
 
 class FolderSearch(PlainSearch):
-    """Beam search whose processors, ``FolderProcessors``, change logits.
+    """Beam search with ``FolderProcessors``, which change logits.
 
-    The length has the prompt, but for its first token. Behind a prompt of several tokens, only the
-    best beam may end in the first step; an end token of another one leaves its beam unused.
+    The length counts the prompt without its first token. After a prompt of several tokens, only
+    the best beam may end in the first step; an end token of another one leaves its beam unused.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -120,7 +120,7 @@ class FolderSearch(PlainSearch):
 
 
 class FolderProcessors(LogitsProcessorList):
-    """Processors of logits, which the ops do not have: theirs change log-probabilities.
+    """Processors of logits; the ops have only processors of log-probabilities.
 
     unseen: tokens of each row before those that penalties and n-grams see, [rows] int64.
     """
@@ -128,7 +128,7 @@ class FolderProcessors(LogitsProcessorList):
     search = FolderSearch
 
     def __init__(self, processors: LogitsProcessorList, unseen: Tensor) -> None:
-        # transformers has given penalties the padding, of which rows here have none.
+        # transformers has passed the padding to penalties; rows here have no padding.
         kind = RepetitionPenaltyLogitsProcessor
         super().__init__(kind(float(p.penalty)) if type(p) is kind else p for p in processors)
         self.unseen, self._counts = unseen, unseen.tolist()

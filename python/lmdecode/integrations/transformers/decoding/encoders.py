@@ -1,4 +1,4 @@
-"""The location of the encoder's weights in each architecture."""
+"""Where each architecture has its encoder's weights."""
 
 from __future__ import annotations
 

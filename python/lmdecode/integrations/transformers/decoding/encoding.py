@@ -123,7 +123,7 @@ class Encoder:
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether the input is tokens, not features."""
+        """True if the input is tokens, not features."""
         return self._audio is None
 
     @property

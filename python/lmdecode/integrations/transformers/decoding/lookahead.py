@@ -25,8 +25,8 @@ class Lookahead:
     def __init__(self, caches: CausalCaches, lengths: list[int], drafts: Drafts) -> None:
         self._caches, self._drafts = caches, drafts
         self._lengths = list(lengths)
-        # Of each sequence: the tokens read ahead, the logits at the last token and at each of them,
-        # and the tokens that the drafts do not know yet.
+        # For each sequence: the tokens read ahead, the logits at the last token and at each token
+        # read ahead, and the tokens that the drafts do not know yet.
         self._ahead = [ReadAhead() for _ in lengths]
         self._logits: list[Tensor] = [
             torch.empty(0, 0, dtype=torch.float32, device="cpu") for _ in lengths

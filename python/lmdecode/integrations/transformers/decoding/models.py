@@ -157,7 +157,7 @@ def _pegasus(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
 
 def _m2m_100(model: Any) -> tuple[DecoderConfig, DecoderWeights]:
     decoder = model.get_decoder()
-    padding = decoder.embed_positions.padding_idx  # its row is zeros; that of position 0 follows
+    padding = decoder.embed_positions.padding_idx  # its row is zeros; position 0 follows
     return _bart_kind(
         model,
         norm_first=True,
@@ -239,14 +239,14 @@ MODEL_TYPES: dict[str, Callable[[Any], tuple[DecoderConfig, DecoderWeights]]] = 
 }
 
 
-# What a class was called when folders of it were written.
+# Names of classes in older folders, and their names now.
 _FORMER_CLASSES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
 
 def _refuse_other_classes(name: str | os.PathLike[str], config: Any) -> None:
     """Raise ValueError if a folder is of a class that transformers does not have.
 
-    Some folders have the code of what has become a class of transformers.
+    Some folders have code that has since become a class of transformers.
     """
     kind = auto_class_of(config)
     if type(config) not in kind._model_mapping:

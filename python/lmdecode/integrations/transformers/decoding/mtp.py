@@ -25,14 +25,14 @@ def _refused(what: str) -> ValueError:
 
 
 def _name(parameter: str) -> str:
-    """Return the tensor that is a parameter of a model of one layer."""
+    """Return the name of the tensor for a parameter of the one-layer model."""
     return _PREFIX + parameter.removeprefix("model.")
 
 
 def mtp_shapes(layer: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of such a layer and of what is before it.
+    """Return the shapes of the parameters of the layer and of the modules before it.
 
-    Those of the model, embedding and head, are not among them.
+    The model's embedding and head are not among them.
     """
     size = layer.config.hidden_size
     shapes = {name: tuple(value.shape) for name, value in layer.named_parameters()}

@@ -54,7 +54,7 @@ class NoSpeech:
             return
         offset = processor.start_of_trans_offset
         if offset > 1:
-            # Of all audios, even if only some are retried at another temperature: transformers
+            # Covers all audios, even if only some are retried at another temperature: transformers
             # then indexes all of them, too.
             if getattr(processor, "lmdecode_inputs", None) is processor.inputs:
                 return

@@ -111,7 +111,7 @@ def _set_lengths(config: SimpleNamespace, prompt: int, model: Any) -> None:
 
 
 def request_of_config(prompt_ids: Any, generation_config: Any, model: Any = None) -> BeamRequest:
-    """Return the request that searches as ``generate()`` does with a config; of one beam, greedily.
+    """Return the request that searches as ``generate()`` does with a config; greedily with 1 beam.
 
     ``prompt_ids`` is the decoder's prompt, [length]; None: ``decoder_start_token_id``, or else
     ``bos_token_id``. Values that are None come from the config of ``model``, if there is one.
@@ -135,7 +135,7 @@ def request_of_config(prompt_ids: Any, generation_config: Any, model: Any = None
     prompt_ids = tokens_of(prompt_ids)
     _set_lengths(config, len(prompt_ids), model)
     if config.num_beams == 1:
-        # Greedy: the first end token ends it. Its penalty would be of logits, a request's is not.
+        # Greedy search ends at the first end token. It penalises logits, which a request does not.
         config.early_stopping = True
         if config.repetition_penalty != 1.0:
             raise ValueError(

@@ -27,7 +27,7 @@ class CallEncoder:
 
     def forward(self, input_features: Tensor, **options: Any) -> Any:
         """Return a ``BaseModelOutput`` without attentions."""
-        options.pop("output_attentions", None)  # requested with those of the decoder
+        options.pop("output_attentions", None)  # requested with the decoder's
         options.pop("return_dict", None)
         if any(options.values()) or input_features.dim() != 3:
             return self._encoder(input_features=input_features, **options)
@@ -136,8 +136,8 @@ class CallSounds:
     def _window(self, **options: Any) -> Any:
         """Decode a window of the sounds.
 
-        transformers searches without beams where it has sampled before: so do we, but not where it
-        has sampled another sound.
+        transformers searches without beams where it has sampled before. So does this method, unless
+        another sound was sampled there.
         """
         config, sounds = options["generation_config"], list(options["batch_idx_map"])
         if config.no_speech_threshold is not None and config.logprob_threshold is None:

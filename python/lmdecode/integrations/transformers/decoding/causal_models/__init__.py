@@ -1,4 +1,4 @@
-"""Decoder-only models of transformers as a config and weights: a table, and how it is read.
+"""Decoder-only models of transformers as a config and weights, read by a table.
 
 ``architecture`` defines an entry of the table, ``architectures`` is the table, and ``weights``
 reads a model by its entry.

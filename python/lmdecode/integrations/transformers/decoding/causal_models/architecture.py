@@ -88,13 +88,13 @@ class Scaled(NamedTuple):
 
 
 class SideBySide(NamedTuple):
-    """Linear modules, ``Scaled`` ones too, of different inputs, whose outputs are added."""
+    """Linear modules of different inputs, ``Scaled`` ones too; their outputs are added."""
 
     modules: tuple[Any, ...]
 
 
 def linears_of(part: Any) -> list[Any]:
-    """Return the modules of a linear part, which may have some of theirs, or more than one."""
+    """Return the modules of a linear part: one, several, or a module with some of its rows."""
     if isinstance(part, (Rows, Scaled)):
         return linears_of(part.module)
     if isinstance(part, SideBySide):
@@ -112,7 +112,7 @@ class ExpertModules(NamedTuple):
     Pairs are a module and the name of its parameter or buffer. ``choice_bias`` [E] is added to the
     scores that choose experts, ``router_norm`` [D] is the gamma of a norm before the router (times
     ``router_norm_factor``), and ``scales`` [E] multiplies the weights. ``shared_gate`` is the [1,
-    D] gate of the shared expert, whose layers are ``ffn_gate`` and so on.
+    D] gate of the shared expert; its layers are ``ffn_gate`` and so on.
     """
 
     router: Any
@@ -186,7 +186,7 @@ def gated_ffn(ffn: Any) -> dict[str, Any]:
 
 
 def joined_ffn(ffn: Any) -> dict[str, Any]:
-    """Return them for a feed-forward layer of Granite: one module has the gate and the other."""
+    """Return them for a feed-forward layer of Granite: one module has the gate and ``ffn_up``."""
     return {"ffn_gate": ffn.input_linear, "ffn_up": ffn.input_linear, "ffn_down": ffn.output_linear}
 
 
@@ -196,7 +196,7 @@ def trunk_of(body: Any) -> Trunk:
 
 
 def attention_layer(layer: Any) -> LayerModules:
-    """Return all modules of a layer with Llama's names but those of the feed-forward layer."""
+    """Return a layer's modules with Llama's names, without the feed-forward layer's."""
     attention = layer.self_attn
     return LayerModules(
         attention=attention,

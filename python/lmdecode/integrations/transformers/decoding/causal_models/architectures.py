@@ -53,17 +53,17 @@ def _gemma4_trunk_of(body: Any) -> Trunk:
 
 
 def gemma4_trunk(model: Any) -> Trunk:
-    """Return the modules of a model of text."""
+    """Return the modules of a text model."""
     return _gemma4_trunk_of(model.model)
 
 
 def gemma4_text_part(model: Any) -> Trunk:
-    """Return the modules of a model with images, without those of images and sounds."""
+    """Return the text modules of a model that also reads images and sounds."""
     return _gemma4_trunk_of(model.model.language_model)
 
 
 def _shared_keys(layer: Any) -> int | None:
-    """Return the layer whose keys a layer reads: the last one of its type with its own."""
+    """Return the layer that shares its keys: the last one of the same type with its own."""
     if not layer.self_attn.is_kv_shared_layer:
         return None
     config = layer.config

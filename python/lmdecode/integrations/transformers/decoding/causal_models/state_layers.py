@@ -1,4 +1,4 @@
-"""How transformers' layers with a state are read: convolutions, delta rule, Mamba-2."""
+"""Reads transformers' layers with a state: convolutions, delta rule, Mamba-2."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lfm2_trunk(model: Any) -> Trunk:
 def lfm2_layer(layer: Any) -> LayerModules:
     """Return the modules of a layer of LFM2, with attention or with a short convolution.
 
-    That of a mixture of experts may have experts.
+    A layer of LFM2-MoE may have experts.
     """
     ffn = layer.feed_forward
     if layer.is_attention_layer:
@@ -143,7 +143,7 @@ def _part_rows(key_heads: int, sizes: list[int]) -> Tensor:
 
 
 def qwen3_next_layer(layer: Any) -> LayerModules:
-    """Return the modules of a layer of Qwen 3 Next: as Qwen 3.5 has them, in another order."""
+    """Return the modules of a layer of Qwen 3 Next: Qwen 3.5's in another order."""
     if hasattr(layer, "self_attn"):
         return _with_ffn(layer, _gated_attention(layer.self_attn))
     delta = layer.linear_attn
@@ -177,7 +177,7 @@ def _mamba2(module: Any) -> Mamba2:
 def granitemoehybrid_layer(layer: Any) -> LayerModules:
     """Return the modules of a layer of Granite 4, with attention or with Mamba-2.
 
-    Behind it are experts and a shared one, or a feed-forward layer alone.
+    Experts and a shared one follow, or a feed-forward layer alone.
     """
     if layer.mamba is None:
         modules = attention_layer(layer)

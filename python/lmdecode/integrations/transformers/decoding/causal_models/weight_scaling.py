@@ -1,4 +1,4 @@
-"""Weights of a model as it is read: as floats, in halves, and scaled."""
+"""Converts weights while a model is read: to floats, into halves, and scaled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chunks(weight: Any) -> Any:
 
 
 def expert_parts(kind: str, matrix: Tensor, is_interleaved: bool) -> Any:
-    """Return what ``causal_model_of`` reads of an expert: gate and up, or down, [out, in].
+    """Return an expert's matrices for ``causal_model_of``: gate and up, or down, [out, in].
 
     ``kind`` is "gate_up_proj" or "down_proj"; for ``is_interleaved`` see ``ExpertModules``.
     """
@@ -36,13 +36,13 @@ def expert_parts(kind: str, matrix: Tensor, is_interleaved: bool) -> Any:
 
 
 def wide(weight: LinearWeight) -> Tensor:
-    """Return the tensor in float32 at least, so that folding in a factor rounds no more."""
+    """Return the tensor in at least float32, so that folding in a factor does not round more."""
     tensor = floats(weight)
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def times(factor: float, weight: Any, bias: Tensor | None) -> tuple[Any, Tensor | None]:
-    """Return a weight and a bias multiplied by a factor, both as they are where it is 1."""
+    """Return a weight and a bias multiplied by a factor, both unchanged if it is 1."""
     if factor == 1.0:
         return weight, bias
     return wide(weight) * factor, None if bias is None else wide(bias) * factor

@@ -72,7 +72,7 @@ def heads_of(
 
 
 def _one_kind(kinds: set[Heads]) -> Heads:
-    """Return the heads that layers have in common; layers that are not turned fit any."""
+    """Return the layers' common heads; layers without rotation fit any."""
     most = max(heads.rotary_size for heads in kinds)
     found = {heads._replace(rotary_size=heads.rotary_size or most) for heads in kinds}
     if len(found) > 1:
@@ -85,14 +85,14 @@ def _one_kind(kinds: set[Heads]) -> Heads:
 
 
 def per_layer_numbers(trunk: Trunk, num_layers: int, norm_epsilon: float) -> dict[str, Any]:
-    """Return what ``CausalConfig`` has of inputs beside embeddings."""
+    """Return the arguments of ``CausalConfig`` for inputs beside embeddings."""
     if trunk.per_layer is None:
         return {}
     embedding, scale = trunk.per_layer.embedding, trunk.per_layer.scale
     return {
         "per_layer_size": embedding.weight.shape[1] // num_layers,
         "per_layer_scale": float(embedding.embed_scale.to(embedding.weight.dtype)) * scale,
-        # A norm of what is multiplied by a number is the norm with another epsilon.
+        # Scaling the input of a norm equals a norm with another epsilon.
         "per_layer_epsilon": norm_epsilon / trunk.per_layer.projection_scale**2,
     }
 
@@ -169,7 +169,7 @@ def check_modules(
 
 
 def inner_size(layer: LayerModules) -> int:
-    """Return the inner features of a feed-forward layer that is not of experts."""
+    """Return the inner features of a feed-forward layer without experts."""
     up = layer.ffn_up
     size = int(up.weight.shape[1 if type(up) is Conv1D else 0])
     return size // 2 if up is layer.ffn_gate else size
@@ -178,7 +178,7 @@ def inner_size(layer: LayerModules) -> int:
 def experts_config(
     architecture: Architecture, config: Any, layers: Sequence[LayerModules]
 ) -> ExpertsConfig | None:
-    """Return what the layers' experts have in common."""
+    """Return the config of the layers' experts, or None if there are none."""
     are_there = [layer.experts is not None for layer in layers]
     if architecture.experts is None or not any(are_there):
         return None
@@ -254,7 +254,7 @@ def expert_weights(
 def _around(
     modules: ExpertModules, parameter: Callable[[Any, str], Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """Return the router's norm, and what weights are multiplied by."""
+    """Return the router's norm, and the factors of the weights."""
     gamma = None
     if modules.router_norm is not None:
         gamma = parameter(*modules.router_norm)
@@ -264,12 +264,12 @@ def _around(
     return {"router_norm_gamma": gamma, "router_scale": scales}
 
 
-# The types of rotary embeddings whose frequencies do not depend on the length of the text.
+# Types of rotary embeddings with frequencies that do not depend on the length of the text.
 _ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 
 
 def refuse_rope_types(config: Any) -> None:
-    """Raise ValueError for rotary embeddings of an unknown type: no model can be made."""
+    """Raise ValueError for rotary embeddings of an unknown type."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_kind = [entry for entry in rope.values() if isinstance(entry, dict)]
     for entry in by_kind or [rope]:
@@ -543,7 +543,7 @@ class _Reader:
         return weight, bias
 
     def _ffn_size(self) -> int:
-        """Return the inner size of layers without experts; of a shared or an expert's without."""
+        """Return the inner size of layers without experts, or else of a shared or single expert."""
         dense = [inner_size(layer) for layer in self.layers if layer.experts is None]
         if dense:
             return max(dense)
@@ -551,7 +551,7 @@ class _Reader:
         return self.experts.shared_size or self.experts.size
 
     def _ffn_sizes(self) -> tuple[int, ...]:
-        """Return the inner sizes of layers; of those with experts, which are told there, all."""
+        """Return the inner sizes of layers; layers with experts get the common size."""
         most = self._ffn_size()
         return tuple(most if m.experts is not None else inner_size(m) for m in self.layers)
 
