@@ -92,7 +92,7 @@ def drawn_candidates(
     is 1, the status is 0 for any scores.
     """
     status = _status_of_best(accumulated.amax(dim=1)) * (1 - done)
-    # Of a row without a distribution, multinomial would not return.
+    # multinomial would not return for a row without a distribution.
     accumulated = accumulated.masked_fill(~accumulated.amax(dim=1, keepdim=True).isfinite(), 0.0)
     indices = torch.multinomial(torch.softmax(accumulated, dim=-1), num_candidates)
     scores = accumulated.gather(1, indices)
@@ -106,9 +106,9 @@ def rank_drawn(candidates: Candidates, ends: Tensor, num_beams: int) -> Tensor:
     """Return the order, [requests, K], in which ``beam_step`` takes drawn candidates.
 
     In transformers a candidate may close a hypothesis if it is among the first ``num_beams``, but
-    the best ones continue. So first come those that may close, then those that do not end, each
-    best first, then those that end too late, and last the unused places. ``ends`` is [requests, K]
-    bool.
+    the best ones continue. So the order is: candidates that may close, candidates that do not end,
+    each best first, then candidates that end too late, and last the unused places. ``ends`` is
+    [requests, K] bool.
     """
     scores = candidates.scores
     drawn_first = torch.arange(scores.shape[1], device=scores.device) < num_beams

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def as_constraints(constraints: object) -> list[Constraint]:
-    """Return a list of constraints; raise TypeError for other than a list or tuple of them."""
+    """Return a list of constraints; raise TypeError if they are not a list or tuple."""
     if not isinstance(constraints, (list, tuple)) or not all(
         isinstance(constraint, Constraint) for constraint in constraints
     ):
@@ -117,7 +117,7 @@ class ConstrainedSearch(SearchBase):
             do_early_stopping=settings.early_stopping,
             num_beam_hyps_to_keep=settings.num_return_sequences,
             max_length=settings.max_length,
-            keep_all_beam_indices=True,  # compute_transition_scores() needs them of every result
+            keep_all_beam_indices=True,  # compute_transition_scores() needs them for every result
         )
         self.token_ids: dict[str, Any] = {
             "pad_token_id": settings.pad_token,

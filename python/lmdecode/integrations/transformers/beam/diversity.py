@@ -50,23 +50,11 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         current_tokens: torch.LongTensor,
         beam_group_idx: int,
     ) -> torch.Tensor:
-        """Penalise the scores of one group.
+        """Return the penalised scores of group ``beam_group_idx``, counted from 0.
 
-        Parameters
-        ----------
-        input_ids
-            Unused.
-        scores
-            [batch * group size, V], the rows of group ``beam_group_idx``; not changed.
-        current_tokens
-            [batch * num_beams] int64: the tokens of this step. Those of earlier groups count.
-        beam_group_idx
-            From 0.
-
-        Returns
-        -------
-        torch.Tensor
-            As ``scores``.
+        ``scores`` are the group's rows, [batch * group size, V], and are not changed.
+        ``current_tokens`` are the tokens of this step, [batch * num_beams] int64, of which the
+        earlier groups' count. ``input_ids`` is unused.
         """
         chosen = current_tokens.view(-1, self.num_beams)[:, : beam_group_idx * self.group_size]
         if not chosen.shape[1]:

@@ -29,7 +29,7 @@ from lmdecode.beam.token_rules import ALWAYS, TokenRules, one_slot
 from lmdecode.integrations.transformers._prefix_tries import prefix_tokens_of
 from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
 
-# Those that compute, in the order of the op. The others allow a token or set it to -inf, so their
+# Processors that compute, in the op's order. The others allow a token or set it to -inf, so their
 # order has no effect, except for forced tokens.
 _COMPUTING = (
     SequenceBiasLogitsProcessor,

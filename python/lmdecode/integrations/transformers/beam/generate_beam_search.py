@@ -195,7 +195,7 @@ def search_of_call(
     constraints: Sequence[Constraint] | None,
     force_words_ids: Sequence[Any] | None,
 ) -> Search:
-    """Return the search for a call of ``generate()``; arguments are those of ``beam_search``.
+    """Return the search for a call of ``generate()``; takes the arguments of ``beam_search``.
 
     Raises ValueError for inconsistent options.
     """

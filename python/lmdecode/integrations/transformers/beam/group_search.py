@@ -51,7 +51,7 @@ def _with_diversity(
 
 
 def _for_rows(processors: LogitsProcessorList, rows: Tensor, group_size: int) -> Any:
-    """Return the list for a part of the rows, if one of its processors depends on rows."""
+    """Return the list for a part of the rows, changed if a processor depends on rows."""
     processors = copy.copy(processors)
     for number, processor in enumerate(processors):
         if type(processor) is RepetitionPenaltyLogitsProcessor:
@@ -139,12 +139,12 @@ class GroupSearch(StateSearch):
     ) -> Candidates:
         """Return a group's candidates, beams counted within it.
 
-        tokens: [rows], with those of earlier groups in this step. If scores, [rows, V], is given,
-        the processed log-probabilities are written to the group's rows of it.
+        ``tokens``, [rows], has the tokens of earlier groups in this step. If ``scores``, [rows, V],
+        is given, the processed log-probabilities are written to the group's rows.
         """
         vocab_size, settings = logits.shape[1], self.settings
         beam_scores = self.state.scores[self.slots[:, group]]
-        # The op leaves out beams in name only, which these rules go on with.
+        # The op leaves out unused beams, but these rules continue them.
         held = self.fused.prefix_tokens is not None
         if scores is None and not held and self.fused.fits(vocab_size):
             start = group * self.group_size

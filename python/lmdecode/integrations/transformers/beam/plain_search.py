@@ -137,7 +137,7 @@ class PlainSearch(StateSearch):
     def _without_idle_beams(self, trie: Trie, accumulated: Tensor, vocab_size: int) -> Tensor:
         """Leave out the same beams as the op: unused ones, and those that cannot continue.
 
-        The trie's processor bans tokens, but allows one where no token may follow.
+        The trie's processor bans tokens, but allows one if no token may follow.
         """
         is_idle = (self.state.scores <= REAL_BEAM_SCORE_BOUND).flatten() | ~trie.goes_on(self.nodes)
         by_beam = accumulated.view(len(is_idle), vocab_size)

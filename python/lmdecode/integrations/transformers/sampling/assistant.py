@@ -27,25 +27,10 @@ class AssistantDrafts:
     """Draft tokens of an assistant model.
 
     transformers' ``AssistedCandidateGenerator`` runs the assistant, keeps its cache, and decides
-    how many tokens it drafts.
-
-    Parameters
-    ----------
-    model
-        The assisted model.
-    assistant
-        The assistant model. It has the same vocabulary.
-    generation_config, logits_processor, model_kwargs
-        Those of ``model``. Processors that may be stateful are not called for drafts.
-    inputs_tensor
-        The input of ``generate()``: the tokens, or the input of the encoder. None: not known.
-    draw
-        The decoding loop of the assistant, for its ``generate(custom_generate=...)``.
-
-    Raises
-    ------
-    ValueError
-        If the vocabularies differ, the prompt is embeddings, or the input of an encoder is unknown.
+    how many tokens it drafts. Stateful processors are not called for drafts. ``inputs_tensor`` is
+    the input of ``generate()``: the tokens, or the input of the encoder; None: not known. ``draw``
+    is the assistant's decoding loop, for its ``generate(custom_generate=...)``. Raises ValueError
+    if the vocabularies differ, the prompt is embeddings, or the input of an encoder is unknown.
     """
 
     def __init__(
@@ -98,12 +83,12 @@ class AssistantDrafts:
 
     def judge(self, input_ids: torch.Tensor, num_read: int, num_right: int) -> None:
         """Learn how many tokens of the last proposal were right."""
-        # Only its length is looked at.
+        # Only its length is read.
         counted = torch.empty(1, num_read + 1, 0, dtype=torch.float32, device="cpu")
         self._generator.update_candidate_strategy(input_ids, counted, num_right)
 
     def close(self) -> None:
-        """Let the assistant keep what it learned, where its config says so."""
+        """Store the learned settings in the assistant's config, if the config says so."""
         config = self._assistant.generation_config
         if self._generator is not None and config.num_assistant_tokens_schedule == "heuristic":
             config.num_assistant_tokens = self._generator.num_assistant_tokens

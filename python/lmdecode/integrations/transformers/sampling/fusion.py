@@ -31,15 +31,9 @@ from lmdecode.integrations.transformers.sampling.sampler_arguments import (
 
 
 class SamplerFusion(NamedTuple):
-    """Settings of a ``Sampler``.
+    """The processors to call on float32 logits before a ``Sampler``, and its arguments.
 
-    Attributes
-    ----------
-    processors
-        Processors called on the float32 logits before the sampler, or None.
-    arguments
-        Arguments of the sampler for the processors it replaces; their names are those of
-        ``sampler_arguments.RANKS``.
+    The arguments, named as in ``sampler_arguments.RANKS``, replace the other processors.
     """
 
     processors: LogitsProcessorList | None
@@ -50,16 +44,9 @@ class SamplerFusion(NamedTuple):
 class SamplingFusion:
     """Split of a list of processors: those that are called, and those that an op replaces.
 
-    Attributes
-    ----------
-    processors
-        Processors called on the float32 logits before the op, or None.
-    stages
-        Keyword arguments of ``top_k_top_p_sample``, for the processors that the op replaces.
-    greedy
-        Whether to take the largest processed score instead of drawing.
-    sampler
-        The split for a ``Sampler``, if it replaces more processors; else None.
+    ``processors`` are called on the float32 logits before the op. ``stages`` are keyword arguments
+    of ``top_k_top_p_sample``. With ``greedy`` the largest processed score is taken instead of a
+    draw. ``sampler`` is the split for a ``Sampler``, if it replaces more processors.
     """
 
     processors: LogitsProcessorList | None
@@ -146,19 +133,13 @@ def fuse_sampling(
 ) -> SamplingFusion:
     """Split a list of processors into a part that is called and a suffix that an op replaces.
 
-    ``top_k_top_p_sample`` applies temperature, top-k, top-p and min-p in this order. A
-    ``Sampler`` also has penalties, bans and more filters. If it replaces a longer suffix, the
-    result has that split too. The tokens have the distribution of the whole list.
+    ``top_k_top_p_sample`` applies temperature, top-k, top-p and min-p in this order. A ``Sampler``
+    also has penalties, bans and more filters. If it replaces a longer suffix, the result has that
+    split too. The tokens have the distribution of the whole list.
 
-    Parameters
-    ----------
-    logits_processor
-        As ``generate()`` builds it: the user's processors first, the warpers last.
-    do_sample
-        False: no filter is replaced. Filters do not change the largest score, but may choose among
-        equal ones.
-    rows
-        The sequences of the step, on the CPU. None: no ``Sampler``.
+    The list is in the order of ``generate()``: the user's processors first, the warpers last.
+    Without ``do_sample`` no filter is replaced: filters keep the largest score, but may choose
+    among equal ones. ``rows`` are on the CPU; None: no ``Sampler``.
     """
     if type(logits_processor) is not LogitsProcessorList:  # its __call__ may do more
         return SamplingFusion(logits_processor, greedy=not do_sample)

@@ -35,16 +35,9 @@ class GenerateSampler:
     """Samples the next token of each row by a ``Sampler``.
 
     It makes a new ``Sampler`` when the arguments change. A row has the noise of
-    ``top_k_top_p_sample``, a function of its seed and of its length without padding. The text of a
-    new ``Sampler`` is ``input_ids`` without padding. Tokens that only the cache holds are entered
-    as numbers outside the vocabulary.
-
-    Parameters
-    ----------
-    seed
-        int or [B], as of ``sample``; None: greedy.
-    keep_scores
-        Whether to return ``kept_logits``.
+    ``top_k_top_p_sample``, a function of its seed (int or [B]; None: greedy) and of its length
+    without padding. The text of a new ``Sampler`` is ``input_ids`` without padding. Tokens that
+    only the cache holds are entered as numbers outside the vocabulary.
     """
 
     def __init__(self, seed: int | torch.Tensor | None, keep_scores: bool) -> None:
@@ -61,23 +54,9 @@ class GenerateSampler:
         arguments: dict[str, Any],
         rows: Rows,
     ) -> SamplerOutput:
-        """Choose a token for each row.
+        """Choose a token for each row from logits [B, V] after ``input_ids`` [B, S].
 
-        Parameters
-        ----------
-        logits
-            [B, V].
-        input_ids
-            [B, S].
-        arguments
-            Arguments of the ``SamplerFusion`` of this step.
-        rows
-            Lengths and padding of ``input_ids``.
-
-        Returns
-        -------
-        SamplerOutput
-            As of ``Sampler.sample``.
+        ``arguments`` are those of this step's ``SamplerFusion``.
         """
         asked = {name: value for name, value in arguments.items() if name != "bitmask"}
         sampler = self._sampler

@@ -110,29 +110,12 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
         return {name: value for name, value in values.items() if value is not None}
 
     def __call__(self, input_ids: torch.LongTensor | None, scores: torch.Tensor) -> torch.Tensor:
-        """Filter scores.
+        """Return filtered scores, a new [B, V] tensor of their dtype; ``input_ids`` is unused.
 
-        Parameters
-        ----------
-        input_ids
-            Unused.
-        scores
-            [B, V] float32, float16 or bfloat16 (another floating dtype is read as float32); not
-            changed.
-
-        Returns
-        -------
-        torch.Tensor
-            [B, V] of the dtype of ``scores``, a new tensor; float32 where that is another one than
-            float16, bfloat16, float32 and float64, which may have no -inf. Filters and
-            the division compute in float32, and the result is rounded once. A row
-            with NaN has NaN in its first entry. So its softmax is NaN, as after the warpers, and
-            sampling from it fails.
-
-        Raises
-        ------
-        ValueError
-            If ``scores`` is not [B, V].
+        Filters and the division compute in float32, and the result is rounded once. The result is
+        float32 for dtypes other than float16, bfloat16, float32 and float64, which may have no
+        -inf. A row with NaN has NaN in its first entry, so its softmax is NaN, as after the
+        warpers, and sampling from it fails. Raises ValueError if ``scores`` is not [B, V].
         """
         filtered = top_k_top_p_sample(
             as_op_logits(scores), **self.stages(), greedy=True, return_logits=True,

@@ -124,12 +124,12 @@ def _first_position(
 ) -> int | torch.Tensor:
     """Return the length of the sequences, padding not counted: int or [B] int64.
 
-    Noise is a function of it, so a row draws the same tokens with any padding.
+    It determines the noise, so a row draws the same tokens with any padding.
     """
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         return (mask != 0).sum(dim=-1).to(input_ids.device)
-    # generate() drops a mask of ones and notes its length, which is not that of input_ids where
-    # the prompt came as embeddings or is in the cache already.
+    # generate() drops a mask of ones and notes its length. It differs from the length of
+    # input_ids if the prompt came as embeddings or is in the cache already.
     return getattr(generation_config, "_mask_length", input_ids.shape[1])
 
 
@@ -194,7 +194,7 @@ def sample_tokens(
     """Run the model and choose tokens in turns until all rows have ended: [B, length] int64.
 
     A trie among the processors is bound to the prompt; ``recorder`` gets the scores and logits of
-    each step, ``noise`` is what ``noise_of_rows`` returns, and ``mask``, [B, S] or None, has 0 for
+    each step, ``noise`` is the result of ``noise_of_rows``, and ``mask``, [B, S] or None, has 0 for
     padding. Raises RuntimeError for a row that is not finished and has NaN or nothing above -inf.
     """
     device = input_ids.device

@@ -42,12 +42,7 @@ def lookup_of(config: GenerationConfig, op: str) -> tuple[GenerationConfig, Look
 class ReadAhead:
     """Draft tokens of one text that were read before they were chosen.
 
-    Attributes
-    ----------
-    left
-        Tokens that are neither accepted nor rejected yet.
-    num_read
-        Number of all tokens read.
+    ``left`` are neither accepted nor rejected yet; ``num_read`` counts all tokens read.
     """
 
     def __init__(self) -> None:

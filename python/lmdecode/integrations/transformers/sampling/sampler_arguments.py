@@ -32,18 +32,10 @@ from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsPro
 class Rows(NamedTuple):
     """The sequences of a step, which decide whether a ``Sampler`` can express a processor.
 
-    Attributes
-    ----------
-    length
-        Tokens of each, padding counted.
-    vocab
-        Logits of each.
-    padding
-        int or [B] int64: number of padding tokens on the left. Below 0: number of tokens that the
-        cache holds in addition.
-    kept
-        Converted biases by argument and id, kept for the next steps of rows with this vocabulary
-        and padding. None: nothing is kept.
+    ``length`` counts padding. ``padding`` (int or [B] int64) is the number of padding tokens on the
+    left; below 0, the number of tokens that the cache holds in addition. ``kept`` holds converted
+    biases by argument and id for the next steps with this vocabulary and padding; None: nothing is
+    kept.
     """
 
     length: int
@@ -84,7 +76,7 @@ def _sequences(name: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
             return None
         if any(math.isnan(bias) or bias == math.inf for bias in biases.values()):
             return None
-        # transformers adds the biases of sequences of one length after those of another.
+        # transformers adds biases one length of sequence after the other.
         lengths = list(dict.fromkeys(len(ids) for ids in biases))
         return {
             name: {ids: biases[ids] for length in lengths for ids in biases if len(ids) == length}
@@ -94,7 +86,7 @@ def _sequences(name: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
         biases = processor.sequence_bias
         if rows.kept is None:
             return made_of(biases, rows)
-        # As transformers does, which checks them only in the first step.
+        # As in transformers, which checks them only in the first step.
         key = name, id(biases)
         if key not in rows.kept:
             rows.kept[key] = biases, made_of(biases, rows)  # keeps their id from being reused

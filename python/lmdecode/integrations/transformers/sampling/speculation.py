@@ -38,7 +38,7 @@ class Drafts(Protocol):
 
 
 class LookupDrafts:
-    """Draft tokens by prompt lookup: those after an earlier occurrence of the last n-gram.
+    """Draft tokens by prompt lookup: the tokens after an earlier occurrence of the last n-gram.
 
     It drafts fewer tokens after a rejection.
     """
@@ -75,16 +75,8 @@ def check_speculation(
 ) -> None:
     """Raise ValueError if the loop cannot read draft tokens ahead.
 
-    Parameters
-    ----------
-    name
-        The argument that asks for it.
-    model, model_kwargs
-        Of the loop, before the prompt is read.
-    input_ids
-        [B, S].
-    synced_gpus
-        Whether other processes run the model in step with this one.
+    ``name`` is the argument that asks for drafts; ``model_kwargs`` are from before the prompt is
+    read.
     """
     check_reads_drafts(name)
     if input_ids.shape[0] != 1:
@@ -144,18 +136,8 @@ class Speculation:
     drafts, the next outputs are already computed. So each token is chosen from its logits as
     without drafts. Rejected tokens are removed from the cache.
 
-    Parameters
-    ----------
-    name
-        The argument of ``generate()`` that asks for it.
-    model, forward
-        The model of the loop, and the function that runs it.
-    drafts
-        Proposes tokens.
-    model_kwargs
-        Of the loop, before the prompt is read.
-    max_length
-        Of the text, or None.
+    ``name`` is the argument of ``generate()`` that asks for it, ``forward`` runs the model, and
+    ``model_kwargs`` are from before the prompt is read.
     """
 
     def __init__(
@@ -182,7 +164,7 @@ class Speculation:
         return _position(self._outputs, ahead.num_right, len(ahead.left))
 
     def close(self) -> None:
-        """Remove from the cache what is not in the text."""
+        """Remove tokens from the cache that are not in the text."""
         self._take_back()
         self._drafts.close()
 
@@ -205,7 +187,7 @@ class Speculation:
         return self._drafts.propose(input_ids, room, model_kwargs) if room > 0 else []
 
     def _take_back(self) -> None:
-        # Sliding layers keep more than their window until then, even where nothing is taken back.
+        # Sliding layers keep more than their window until then, even if nothing is removed.
         self._cache.crop(-len(self._ahead.left))
         self._ahead.begin([])
         self._outputs = None
