@@ -11,12 +11,12 @@ one fused op draws each token, or finds the best continuations of the beams.
 masks, and ``"lmdecode_flash"``, that of continuous batching; ``DynamicRingCache`` and
 ``StaticRingCache`` are the caches that go with the first.
 ``generate_batch`` is transformers' continuous batching with this attention and one fused op for
-the tokens of all requests; ``BatchingManager`` is what runs it.
+the tokens of all requests; ``BatchingManager`` runs it.
 ``pack_linears_`` puts packed weights in the place of a model's linear layers, and
 ``LmdecodeConfig`` does so while ``from_pretrained`` loads it; ``load_quantized`` loads checkpoints
 of AWQ and GPTQ, and ``packed_from_awq`` and ``packed_from_gptq`` take single layers of them.
-``generate_with_store`` is ``generate()`` of a conversation that a ``KVStore`` keeps; ``prefill``,
-``load_cache``, ``cache_from_kv`` and ``cache_to_kv`` are what it is made of.
+``generate_with_store`` is ``generate()`` of a conversation that a ``KVStore`` keeps, made of
+``prefill``, ``load_cache``, ``cache_from_kv`` and ``cache_to_kv``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -101,7 +101,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # When they are asked for: they are made of classes that only some releases have.
+    # Imported on request: they derive from classes that only some releases have.
     if name in ("BatchingManager", "generate_batch"):
         from lmdecode.integrations.transformers.continuous_batching import batching_manager
 

@@ -64,7 +64,7 @@ class Recorder:
             self.logits += (logits,)
 
     def record_outputs(self, outputs: Any) -> None:
-        """Add the other outputs of the model in a step."""
+        """Add a step's other outputs of the model."""
         prefix = "decoder_" if self.is_encoder_decoder else ""
         if self.attentions is not None:
             self.attentions += (getattr(outputs, f"{prefix}attentions"),)

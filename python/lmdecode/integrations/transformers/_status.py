@@ -16,18 +16,10 @@ def raise_for_status(
     noun: str = "row",
     text: Mapping[int, str] = _OF_SAMPLING,
 ) -> NoReturn:
-    """Raise an error that names the rows whose status is not 0; at least one is not.
+    """Raise an error that names the rows with a status other than 0; there must be one.
 
-    Parameters
-    ----------
-    status
-        Status of each row: a sum of the keys of ``text``.
-    step
-        Generated tokens so far.
-    noun
-        Word for a row in the error.
-    text
-        Meaning of each bit.
+    A status is a sum of keys of ``text``, the meanings of its bits. ``step`` is the number of
+    generated tokens so far, and ``noun`` the word for a row.
     """
     failed = [
         f"{noun} {row} has " + " and ".join(words for bit, words in text.items() if bits & bit)

@@ -18,8 +18,8 @@ from lmdecode.integrations.transformers.caches.ring_states import RingStates
 __all__ = ["attention_forward", "padding_mask", "register"]
 
 _NAME = "lmdecode"
-# What layers of some models pass that changes which keys are seen, and how much. All else that
-# layers pass is known to others by the mask, or says how to compute.
+# Arguments of some models' layers that change which keys are seen, and how much. Their other
+# arguments are contained in the mask, or say how to compute.
 _UNSUPPORTED = ("block_indices", "cache", "indices", "position_bias", "sinks")
 # Before transformers 5.3 masks are made from the positions of the queries, not from their number.
 _FROM_POSITIONS = "cache_position" in signature(sdpa_mask).parameters
@@ -63,16 +63,13 @@ def padding_mask(
 
     transformers calls this function as an ``AttentionMaskInterface``.
 
-    Returns
-    -------
-    Tensor or None
-        None if no visible key is padding; on a GPU, steps of one token are not checked. Else
-        ``[batch, tokens so far]`` bool, True for a token, with a column for each position from the
-        first on. A static cache causes a second call with the result of the first, which returns
-        it unchanged. If the keys of a static cache reach farther than the tokens, always such a
-        mask, as its width gives the number of tokens. Only for other masks than causal windows
-        (packed sequences, blocks of an image, chunks, masks of the caller) a mask of four
-        dimensions, ``[batch, 1, q_length or 1, kv_length]`` bool.
+    Returns None if no visible key is padding; on a GPU, steps of one token are not checked.
+    Otherwise ``[batch, tokens so far]`` bool, True for a token, with a column for each position
+    from the first on. A static cache causes a second call with the result of the first, which
+    returns it unchanged. If the keys of a static cache reach farther than the tokens, the result is
+    always such a mask, as its width gives the number of tokens. Masks other than causal windows
+    (packed sequences, blocks of an image, chunks, the caller's masks) have four dimensions,
+    ``[batch, 1, q_length or 1, kv_length]`` bool.
     """
     is_chunked = local_size is not None and local_size == getattr(
         config, "attention_chunk_size", None
@@ -109,7 +106,7 @@ def padding_mask(
 
 
 def _mask_from_positions(batch_size: int, cache_position: Tensor, **options: Any) -> Tensor | None:
-    """Return the mask of padding keys as transformers before 5.3 asks for it."""
+    """Return the mask of padding keys for the arguments of transformers before 5.3."""
     return padding_mask(
         batch_size, len(cache_position), q_offset=cache_position[0],
         device=cache_position.device, **options,
@@ -148,31 +145,14 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend by ``lmdecode.sliding_window_attention`` and ``sliding_window_decode``.
 
-    transformers calls this function as an ``AttentionInterface``.
+    transformers calls this function as an ``AttentionInterface``. Queries, keys and values are
+    ``[batch, heads, tokens, head_size]``, keys and values not repeated; those in a ring are read in
+    place. ``attention_mask`` is from ``padding_mask``, or has four dimensions and replaces the
+    window. ``sliding_window`` counts the query's own key. ``s_aux`` are the ``sinks`` of
+    ``sliding_window_attention``. If ``is_causal`` is None, the module's holds.
 
-    Parameters
-    ----------
-    module
-        Its ``is_causal`` holds if the argument is None.
-    query, key, value
-        ``[batch, heads, tokens, head_size]``, keys and values not repeated; those of a ring are
-        read in place.
-    attention_mask
-        Result of ``padding_mask``, or a mask of four dimensions, which replaces the window.
-    sliding_window
-        Number of keys that a query sees, its own included.
-    softcap, s_aux
-        As ``softcap`` and ``sinks`` of ``sliding_window_attention``.
-
-    Returns
-    -------
-    tuple
-        ``[batch, tokens, heads, head_size]``, and None for the weights.
-
-    Raises
-    ------
-    ValueError
-        In training, for an unsupported argument, and if the cache holds a smaller window.
+    Returns ``[batch, tokens, heads, head_size]``, and None for the weights. Raises ValueError in
+    training, for an unsupported argument, and if the cache holds a smaller window.
     """
     _check(query, dropout, kwargs)
     if is_causal is None:

@@ -1,6 +1,6 @@
 """Code beside transformers' own in a model: methods that are overridden, and hooks.
 
-What takes the place of modules reads their configs and weights alone, and would leave it out.
+Replacements of modules read only configs and weights, and would ignore such code.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ __all__ = ["decides_what_is_computed", "foreign_code", "refuse_foreign_code"]
 
 _LIBRARIES = ("transformers.", "torch.", "lmdecode.")
 _MODELS = "transformers.models."
-# What they set on modules leaves the values as they are: it records outputs, and moves tensors.
+# Hooks of these libraries record outputs and move tensors, and do not change values.
 _WRAPPERS = ("transformers.", "accelerate.")
-# Methods that decide what a module computes: these, and those of the files of models
+# Methods that decide the result of a module: these, and all in the files of models
 _METHODS = ("forward", "__call__", "prepare_inputs_for_generation")
-# but for what makes a module, is read by its methods, or is for training.
+# except methods that construct a module, are called by others, or serve training.
 _OTHER_METHODS = (
     "__", "_init", "extra_repr", "get_", "prepare_decoder", "reset_", "resize_", "set_", "tie_",
 )  # fmt: skip
 
 
 def _home(function: Any) -> str:
-    """Return the module that a function was written in, whatever it wraps, with a point behind."""
+    """Return the name of the module that defines an unwrapped function, and a period."""
     while True:
         if (inner := _without_torch(function)) is not function:
             function = inner
@@ -55,12 +55,12 @@ def _without_torch(function: Any) -> Any:
 
 
 def decides_what_is_computed(method: str) -> bool:
-    """Whether a method of a model's file, by its name, decides what a module computes."""
+    """Tell by its name whether a method in a model's file affects the module's result."""
     return method in _METHODS or not method.startswith(_OTHER_METHODS)
 
 
 def _methods_of(kind: type) -> dict[str, type]:
-    """Return the methods that decide what a class computes, each with the class that defines it."""
+    """Return the methods that affect a class's result, each with the class that defines it."""
     names = dict.fromkeys(name for name in _METHODS if hasattr(kind, name))
     for base in kind.__mro__:
         if base.__module__.startswith(_MODELS) and issubclass(base, nn.Module):
@@ -90,14 +90,10 @@ def _foreign_method(module: nn.Module, uses_kernels: bool) -> str | None:
 
 
 def foreign_code(module: nn.Module, *, uses_kernels: bool = False) -> str | None:
-    """Return what a module computes with beside the code of its libraries, None if nothing.
+    """Name the code beside its libraries that a module itself, not those within it, computes with.
 
-    Parameters
-    ----------
-    module
-        Those within it are not looked at.
-    uses_kernels : bool
-        Whether ``from_pretrained`` has put kernels of a hub in the place of methods.
+    None if there is none. ``uses_kernels`` says whether ``from_pretrained`` has replaced methods by
+    kernels of a hub.
     """
     method = _foreign_method(module, uses_kernels)
     if method is not None:

@@ -22,10 +22,10 @@ _TAKES_NEXT_SEQUENCE_LENGTH = (
     "next_sequence_length"
     in inspect.signature(generation_utils.GenerationMixin.prepare_inputs_for_generation).parameters
 )
-#: The cache among the arguments and outputs of a model. transformers renamed it in 5.24, and
-#: renames what is given by the former name, with a warning.
+#: Name of the cache among a model's arguments and outputs. transformers renamed it in 5.24, and
+#: still accepts the former name, with a warning.
 CACHE = "cache" if "cache" in generation_utils.ALL_CACHE_NAMES else "past_key_values"
-#: Whether beam sampling goes on with what it has drawn best first; before 5.24, as drawn.
+#: Whether beam sampling sorts the drawn candidates, best first; before 5.24 it does not.
 SORTS_DRAWN = version.parse(transformers.__version__) >= version.parse("5.24")
 
 if TYPE_CHECKING:
@@ -55,29 +55,15 @@ class CallerArguments(NamedTuple):
 def arguments_of_generate(model: Any, streamer: Any) -> CallerArguments:
     """Return the arguments of ``generate()`` that it does not pass to its callable.
 
-    transformers (5.0 to 5.24) passes a callable only the arguments that it adds to the signature
-    of ``_sample``. So a streamer would get the prompt and then nothing, and its reader would wait
-    for ever. No hook exposes these arguments. So this function reads them from the frame of
-    ``generate()``, which called the loop. It reads the tokenizers, which ``generate()`` drops, from
-    the frame of the decorator. The loop itself must call it.
+    transformers (5.0 to 5.24) passes a callable only the arguments that it adds to the signature of
+    ``_sample``. So a streamer would get the prompt and then nothing, and its reader would wait for
+    ever. No hook exposes these arguments. So this function reads them from the frame of
+    ``generate()``, which called the loop, and the tokenizers, which ``generate()`` drops, from the
+    frame of the decorator. The loop itself must call it.
 
-    Parameters
-    ----------
-    model
-        The loop's model.
-    streamer
-        The loop's streamer; None: the streamer of ``generate()``.
-
-    Returns
-    -------
-    CallerArguments
-        All fields but the streamer are None if the caller is not ``generate()``.
-
-    Raises
-    ------
-    ValueError
-        ``generate()`` has a streamer, but its callable, a function around the loop, did not pass it
-        on. The streamer is ended, so nobody waits for its tokens.
+    If ``streamer`` is None, the streamer of ``generate()`` is returned. The other fields are None
+    if the caller is not ``generate()``. Raises ValueError, and ends the streamer so that nobody
+    waits for its tokens, if the callable, a function around the loop, did not pass it on.
     """
     code = inspect.unwrap(generation_utils.GenerationMixin.generate).__code__
     caller = sys._getframe(2)
@@ -122,12 +108,8 @@ def with_stop_strings(
 ) -> StoppingCriteriaList:
     """Return the criteria with the one of ``generate(stop_strings=..., tokenizer=...)``.
 
-    ``generate()`` makes it, but with a callable it has dropped the tokenizer by then.
-
-    Raises
-    ------
-    ValueError
-        There is no tokenizer.
+    ``generate()`` makes it, but with a callable it has dropped the tokenizer by then. Raises
+    ValueError without a tokenizer.
     """
     if stop_strings is None:
         return criteria
@@ -153,7 +135,7 @@ def refuse_other_modes(generation_config: Any) -> None:
 
 
 def refuse_other_layers(generation_config: Any, reason: str) -> None:
-    """Raise ValueError for other layers than a model's own: exits, contrasts, predictions ahead."""
+    """Raise ValueError for early exits, contrastive layers and multi-token prediction."""
     _refuse(generation_config, ("assistant_early_exit", "dola_layers", "use_mtp"), reason)
 
 
@@ -166,7 +148,7 @@ def refuse_assistance(generation_config: Any, assistant_model: Any, reason: str)
 
 
 def refuse_other_drafts(generation_config: Any, assistant_tokenizer: Any) -> None:
-    """Raise ValueError for options of assisted generation that there are not."""
+    """Raise ValueError for unsupported options of assisted generation."""
     if assistant_tokenizer is not None:
         raise ValueError("assistant_tokenizer: expected None, a model and its assistant have one")
     names = ("prompt_lookup_num_tokens", "assistant_ensemble_weight", "speculation_type")

@@ -150,7 +150,7 @@ class _QuantizedConfig(QuantizationConfigMixin):
     def zero_offset(self, qzeros: Tensor) -> int:
         """Return ``zero_offset`` of ``packed_from_gptq`` for the zeros of a layer.
 
-        Those of a symmetric layer are 8. They are stored as 7 or 8, whatever the format says.
+        A symmetric layer has zeros of 8, stored as 7 or 8 whatever the format says.
         """
         if self.sym is not False:
             for word, offset in ((0x77777777, 1), (0x88888888 - (1 << 32), 0)):
@@ -168,7 +168,7 @@ class _Keep(ConversionOps):
     """Collects the tensors of a layer until all of them are loaded."""
 
     def __init__(self, hf_quantizer: _FolderQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer  # makes transformers cast none of them
+        self.hf_quantizer = hf_quantizer  # so that transformers casts no tensor
 
     def convert(  # type: ignore[override]
         self,
@@ -202,7 +202,7 @@ class _FolderQuantizer(LmdecodeQuantizer):
     def param_needs_quantization(
         self, model: PreTrainedModel, param_name: str, **others: Any
     ) -> bool:
-        """Return False: no weight is packed as it was read."""
+        """Return False: no weight is packed when it is read."""
         return False
 
     def get_weight_conversions(self) -> list[WeightConverter]:

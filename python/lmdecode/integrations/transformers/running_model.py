@@ -24,23 +24,9 @@ __all__ = ["RunningModel"]
 class RunningModel:
     """A model of transformers during ``generate()``; a context manager of its loop.
 
-    Parameters
-    ----------
-    model
-        Any model with a language modelling head.
-    config, model_kwargs
-        As ``generate()`` prepares them; the steps change ``model_kwargs``.
-    recorder
-        Gets the outputs of each step.
-    synced_gpus
-        Whether the other processes run the model in step with this one.
-    optimizes
-        Whether the steps after the prompt run in ``_optimize_model_for_decode``.
-
-    Attributes
-    ----------
-    speculation
-        Speculative decoding, or None; to be set before the prompt is read.
+    The steps change ``model_kwargs``, and ``recorder`` gets their outputs. With ``optimizes`` the
+    steps after the prompt run in ``_optimize_model_for_decode``. ``speculation`` must be set before
+    the prompt is read.
     """
 
     speculation: Speculation | None = None

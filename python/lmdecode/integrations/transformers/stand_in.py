@@ -1,4 +1,4 @@
-"""Models without weights: everything of a model but its computation."""
+"""Models without weights, which do everything but compute."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WithoutWeights(ForwardOf):
 
 
 def is_stand_in(module: Any) -> bool:
-    """Whether a model, or its encoder, has no weights."""
+    """Tell whether a model, or its encoder, has no weights."""
     return isinstance(getattr(module, "__dict__", {}).get("forward"), WithoutWeights)
 
 
