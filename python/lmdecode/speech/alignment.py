@@ -1,4 +1,4 @@
-"""Times of tokens, by what the decoder attends to, and words of them."""
+"""Times of tokens, from the decoder's cross-attention, and of words."""
 
 from __future__ import annotations
 
@@ -15,16 +15,9 @@ __all__ = ["TimedTokens", "TimedWord", "first_positions", "words_of"]
 
 
 class TimedTokens(NamedTuple):
-    """Tokens of a text.
+    """The tokens of a text without times, their log-probabilities, and the frames where they begin.
 
-    Attributes
-    ----------
-    tokens : list of int
-        Those of text alone.
-    starts : list of int
-        Frames at which each begins, and at which what follows the last one does.
-    log_probs : list of float
-        Of each.
+    ``starts`` has one more entry: the frame where the token after the last one begins.
     """
 
     tokens: list[int]
@@ -34,16 +27,9 @@ class TimedTokens(NamedTuple):
 
 @dataclass
 class TimedWord:
-    """A word, or a mark, and its time.
+    """A word with the space in front of it, or a mark, and its time in frames.
 
-    Attributes
-    ----------
-    text : str
-        With the space in front of it.
-    start, stop : int
-        Frames.
-    probability : float
-        Mean probability of its tokens.
+    ``probability`` is the mean over its tokens.
     """
 
     text: str
@@ -64,12 +50,7 @@ def _median(values: Tensor, width: int) -> Tensor:
 def first_positions(attention: Tensor, median_width: int) -> list[int]:
     """Return the position of the memory at which each token begins, never falling.
 
-    Parameters
-    ----------
-    attention : Tensor
-        [heads, T, S]: what each token attends to.
-    median_width : int
-        Width of the filter along the positions, odd.
+    ``attention`` is [heads, T, S]; ``median_width`` is the odd width of the filter along positions.
     """
     if attention.shape[1] == 0 or attention.shape[2] == 0:
         return [0] * attention.shape[1]
@@ -82,17 +63,7 @@ def first_positions(attention: Tensor, median_width: int) -> list[int]:
 
 
 def words_of(timed: TimedTokens, texts: SpeechTokenizer, language: str) -> list[TimedWord]:
-    """Return words, and punctuation marks apart from them.
-
-    Parameters
-    ----------
-    timed : TimedTokens
-        The text.
-    texts : SpeechTokenizer
-        The model's tokenizer.
-    language : str
-        Code of the text's language.
-    """
+    """Return words, and punctuation marks apart from them; ``language`` is a code."""
     found: list[TimedWord] = []
     at = 0
     for text, count in texts.words(timed.tokens, language):

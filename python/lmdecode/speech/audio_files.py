@@ -19,20 +19,10 @@ _OP = "Transcriber"
 def load_audio(audio: Any) -> Tensor:
     """Return a sound as [n] float32 at 16 kHz on the CPU.
 
-    Parameters
-    ----------
-    audio : str, path, binary file, Tensor or array
-        A file of any format that FFmpeg reads, of which the first sound track is taken, its
-        channels mixed; or [n] floats at 16 kHz, -1 to 1.
-
-    Raises
-    ------
-    ImportError
-        A file needs the package av, which is missing.
-    OSError
-        There is no such file.
-    ValueError, TypeError
-        The file has no sound or is damaged; or what came is no sound of one dimension.
+    ``audio`` is a file of any format that FFmpeg reads (its first sound track, channels mixed), or
+    [n] floats at 16 kHz, -1 to 1. Raises ImportError if a file needs the missing package av,
+    OSError if the file does not exist, and ValueError or TypeError if it has no sound or is
+    damaged, or if ``audio`` is no sound of one dimension.
     """
     if isinstance(audio, (str, os.PathLike)) or hasattr(audio, "read"):
         return _decode(audio)
@@ -66,7 +56,7 @@ def _decode(audio: Any) -> Tensor:
             f"{_OP}: files of sound need the package av: {install_hint('audio')}"
         ) from error
     if isinstance(audio, (str, os.PathLike)):
-        with open(audio, "rb"):  # the system's own error, where there is none
+        with open(audio, "rb"):  # raises the system's error if there is no file
             pass
         audio = os.fspath(audio)
     parts: list[Tensor] = []

@@ -9,21 +9,15 @@ from torch import Tensor
 
 __all__ = ["cut_at_quiet", "merge_speech"]
 
-_PAUSE = 300  # frames of silence in a part at most: behind longer ones times begin too early
-_SMOOTH = 20  # frames that are as quiet as the quietest of them is loud
+_PAUSE = 300  # most frames of silence in a part: after longer ones times begin too early
+_SMOOTH = 20  # frames over which loudness is averaged
 
 
 def merge_speech(speech: Sequence[tuple[int, int]], longest: int) -> list[tuple[int, int]]:
     """Return parts of a sound that hold the speech, several pieces in ``longest`` frames.
 
-    A part has no silence of more than three seconds.
-
-    Parameters
-    ----------
-    speech : sequence of (int, int)
-        Begin and end of each piece of speech, in order.
-    longest : int
-        Frames; a longer piece is a part of its own.
+    Pieces are (begin, end) in order. A part has no silence of more than three seconds; a piece
+    above ``longest`` is a part of its own.
     """
     parts: list[tuple[int, int]] = []
     for begin, end in speech:
@@ -37,18 +31,10 @@ def merge_speech(speech: Sequence[tuple[int, int]], longest: int) -> list[tuple[
 def cut_at_quiet(
     features: Tensor, frames: int, longest: int, begin: int = 0
 ) -> list[tuple[int, int]]:
-    """Return parts that cover a sound, cut where it is quietest.
+    """Return parts from frame ``begin`` on that cover a sound, cut where it is quietest.
 
-    Parameters
-    ----------
-    features : Tensor
-        [channels, at least frames] log-mel values.
-    frames : int
-        Of the sound.
-    longest : int
-        Frames of a part at most; a cut is in the last third of them.
-    begin : int
-        Frame that the first part begins with.
+    ``features`` is [channels, at least frames] log-mel values. A part has at most ``longest``
+    frames, and is cut in the last third of them.
     """
     if frames - begin <= longest:
         return [(begin, frames)]

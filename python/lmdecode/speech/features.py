@@ -11,8 +11,8 @@ __all__ = ["HOP", "RATE", "LogMel"]
 
 RATE = 16_000  # samples a second
 HOP = 160  # samples of a frame
-_WINDOW = 400  # samples that a frame looks at
-_FRAMES = 3000  # that are computed at a time: their spectra take 5 MB
+_WINDOW = 400  # samples in the window of a frame
+_FRAMES = 3000  # frames computed at a time: their spectra take 5 MB
 _FLOOR = 1e-10
 _RANGE = 8.0  # decades below the loudest value of a sound
 
@@ -42,12 +42,9 @@ def _mel_filters(channels: int) -> Tensor:
 
 
 class LogMel:
-    """Computes the features of sounds; the values are those of transformers within 1e-5.
+    """Computes the features of sounds; they equal transformers' within 1e-5.
 
-    Parameters
-    ----------
-    channels : int
-        Mel bands: 80, or 128 for large-v3.
+    ``channels`` are mel bands: 80, or 128 for large-v3.
     """
 
     def __init__(self, channels: int) -> None:
@@ -55,16 +52,10 @@ class LogMel:
         self._window = torch.hann_window(_WINDOW, dtype=torch.float32, device="cpu")
 
     def __call__(self, samples: Tensor, least: int = 0) -> Tensor:
-        """Return [channels, frames] float32 of a sound, a frame for each whole 10 ms.
+        """Return [channels, frames] float32 of [n] float32 at 16 kHz, a frame for each whole 10 ms.
 
-        The loudest value of the sound sets the floor of all.
-
-        Parameters
-        ----------
-        samples : Tensor
-            [n] float32 at 16 kHz.
-        least : int
-            Number of frames at least: silence follows a shorter sound.
+        The loudest value of the sound sets the floor of all. Silence extends a sound shorter than
+        ``least`` frames.
         """
         count = max(len(samples), least * HOP)
         frames = count // HOP

@@ -25,32 +25,14 @@ FRAMES_A_SECOND = RATE // HOP
 class FileTask:
     """Windows of a sound for a ``WindowDecoder``, and segments of what it finds.
 
-    Parameters
-    ----------
-    model, options
-        See ``WindowDecoder``.
-    language : str
-        Code.
-    features : Tensor
-        [channels, frames or more], with silence behind a sound shorter than a window.
-    parts : sequence of (int, int)
-        First and last frame of each part that is transcribed; in order, apart.
-    in_order : bool
-        Whether a window begins where the text of the last one ended, and may follow on from it.
-        Otherwise each part, which fits a window, is one of its own.
-    silence : float
-        Value of features behind a window that is shorter than others.
+    ``features`` is [channels, frames or more], with silence after a sound shorter than a window;
+    ``silence`` is the value that pads shorter windows. ``parts`` are first and last frames to
+    transcribe, in order and apart. With ``in_order`` a window begins where the text of the last one
+    ended, and may follow on from it; otherwise each part, which fits a window, is one of its own.
 
-    Attributes
-    ----------
-    ready : deque of Segment
-        Segments that have been found and not taken.
-    is_done : bool
-        Whether no more will come.
-    frames_done : int
-        Frames before which all is transcribed.
-    error : Exception or None
-        What ended it, after the segments that are ready.
+    ``ready`` has the segments that were found and not taken, ``frames_done`` is the frame before
+    which all is transcribed, and ``error`` is the error that ended the task, after the ready
+    segments.
     """
 
     def __init__(
@@ -72,17 +54,17 @@ class FileTask:
         self.is_done = not self._parts
         self.frames_done = 0
         self.error: Exception | None = None
-        self._part = 0  # the one that is heard
+        self._part = 0  # the part that is being transcribed
         self._seek = self._parts[0][0] if self._parts else 0
         self._is_asked = False  # for what may be decoded now
         self._found: dict[int, tuple[Window, DecodedWindow]] = {}  # out of order, by windows
         self._count = 0  # segments
         self._spoken = 0  # frame at which the last word ends
         self._earlier = self._initial_prompt()
-        self._reset_at = 0  # earlier text that is not looked at any more
+        self._reset_at = 0  # earlier text that prompts no longer contain
 
     def set_language(self, language: str, first_memory: Tensor) -> None:
-        """Set the language that was found in the first window, and that window's memory."""
+        """Set the language detected in the first window, and that window's memory."""
         self._language, self._first_memory = language, first_memory
 
     # ---- windows
@@ -109,7 +91,7 @@ class FileTask:
     def window_features(self, begin: int, end: int) -> Tensor:
         """Return [channels, frames of a window] from a frame on, for a part that ends at another.
 
-        Of a sound that fits a window the silence behind it is part of the features.
+        If the sound fits a window, the features have the silence after it.
         """
         whole = self._features
         fits = whole.shape[1] <= self._model.frames
@@ -163,7 +145,7 @@ class FileTask:
     # ---- results
 
     def take(self, window: Window, decoded: DecodedWindow) -> None:
-        """Make segments of what was found in a window."""
+        """Make segments of a decoded window."""
         if self._in_order:
             self._is_asked = False
             self._take_next(window, decoded)
@@ -185,7 +167,7 @@ class FileTask:
                 frames,
                 is_cut=self._in_order,
             )
-            # Times that do not go on would be heard for ever.
+            # A window that does not advance would repeat for ever.
             step = step if step > 0 else frames
             self._add(window, decoded, pieces, min(step, frames))
             is_hot = decoded.temperature > options.prompt_reset_on_temperature
@@ -215,7 +197,7 @@ class FileTask:
     ) -> None:
         """Make segments of the pieces that have a text and a length.
 
-        ``frames`` are those of the window, or those before the next one.
+        ``frames`` counts the window's frames, or the frames before the next one.
         """
         options, times = self._options, self._times(window, decoded)
         found: list[tuple[TimedPiece, list[int], str]] = []
@@ -254,7 +236,7 @@ class FileTask:
 
     def _span(self, window: Window, piece: Piece) -> tuple[int, int]:
         """Return the frames of the sound at which a piece begins and ends by its own times."""
-        # The last time may be behind the sound.
+        # The last time may be after the end of the sound.
         stop = max(piece.start, min(piece.stop, self._parts[-1][1] - window.seek))
         if piece.stop > piece.start:
             stop = max(stop, min(piece.start + self._model.frames_of_time, piece.stop))
@@ -263,16 +245,16 @@ class FileTask:
     # ---- words
 
     def _times(self, window: Window, decoded: DecodedWindow) -> list[int] | None:
-        """Return the frame of the sound at which each token begins, and the end behind them.
+        """Return the frames of the sound at which the tokens and the end after them begin.
 
-        None if words are not asked for.
+        None if words are not requested.
         """
         if decoded.attention is None:
             return None
         model = self._model
         frames = min(model.frames, self._parts[self._part][1] - window.seek)
         positions = max(1, frames // model.frames_of_time)
-        # A time in front of all text is at no place of the sound.
+        # A time in front of all text has no frame of the sound.
         first = int(bool(decoded.tokens) and decoded.tokens[0] >= model.tokens.first_time)
         attention = decoded.attention[:, first:, :positions]
         found = [0] * first + first_positions(attention, model.median_width)

@@ -43,6 +43,6 @@ _CODES = {name: code for code, name in LANGUAGES.items()} | _OTHER_NAMES
 
 
 def code_of_language(language: str) -> str:
-    """Return the code of a language that is given by code or English name, in any case."""
+    """Return the code of a language from its code or English name, in any case."""
     lower = language.strip().lower()
     return _CODES.get(lower, lower)

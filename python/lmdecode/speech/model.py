@@ -1,4 +1,4 @@
-"""A packed Whisper model, and what its files say of its tokens."""
+"""A packed Whisper model, and its special tokens."""
 
 from __future__ import annotations
 
@@ -33,17 +33,11 @@ _OP = "Transcriber"
 class SpecialTokens(NamedTuple):
     """Tokens that are no text.
 
-    Attributes
-    ----------
-    start, end, no_timestamps : int
-        The first token of a prompt; the last one of a text; and what says that no times follow.
-        The first time, 0.00, is the token behind ``no_timestamps``.
-    previous, no_speech : int
-        What stands before earlier text; and what the model gives instead of text in silence.
-    tasks, languages : dict
-        The token of each, by names and by codes; empty for an English-only model.
-    suppressed, suppressed_first : tuple of int
-        Never generated; never generated first.
+    ``start`` is the first token of a prompt, ``end`` the last one of a text, and ``no_timestamps``
+    says that no times follow; the next number is the first time, 0.00. ``previous`` stands before
+    earlier text, and the model gives ``no_speech`` instead of text in silence. ``tasks`` and
+    ``languages`` map names and codes to tokens; they are empty for an English-only model.
+    ``suppressed`` tokens are never generated, ``suppressed_first`` never as the first.
     """
 
     start: int
@@ -63,7 +57,7 @@ class SpecialTokens(NamedTuple):
 
 
 def _special_tokens(tokenizer: Any, generation: Mapping[str, Any]) -> SpecialTokens:
-    """Return the tokens that a generation config names, and the tokenizer where it does not."""
+    """Return the tokens that a generation config names, or else the tokenizer."""
 
     def token(name: str, *texts: str) -> int:
         value = generation.get(name)
@@ -104,37 +98,12 @@ def _special_tokens(tokenizer: Any, generation: Mapping[str, Any]) -> SpecialTok
 
 
 class SpeechModel:
-    """A Whisper model that is ready to run.
+    """A Whisper model that is ready to run; ``config`` and ``generation`` are its JSON files.
 
-    Parameters
-    ----------
-    decoder : PackedDecoder
-        Its decoder.
-    encoder : AudioEncoder
-        Its encoder.
-    tokenizer : tokenizers.Tokenizer
-        Its tokenizer.
-    config, generation : mapping
-        Its config.json and generation_config.json.
-
-    Attributes
-    ----------
-    tokens : SpecialTokens
-        See there.
-    texts : SpeechTokenizer
-        See there.
-    features : LogMel
-        See there.
-    frames : int
-        Frames of a window.
-    frames_of_time : int
-        Frames of a step of time: 2.
-    capacity : int
-        Most tokens of a sequence.
-    alignment_heads : list of (int, int)
-        Layers and heads of cross-attention that follow the sound; empty: not known.
-    median_width : int
-        Width of the filter of their weights.
+    ``frames`` are the frames of a window, ``frames_of_time`` the frames of a step of time (2), and
+    ``capacity`` is the maximum length of a sequence. ``alignment_heads`` are (layer, head) of the
+    cross-attention that follows the sound, empty if unknown; ``median_width`` is the width of the
+    filter of their weights.
     """
 
     def __init__(
@@ -186,7 +155,7 @@ class SpeechModel:
         return sorted(zip(codes, found, strict=True), key=lambda pair: -pair[1])
 
     def first_logits(self, memory: Tensor) -> Tensor:
-        """Return the logits behind the start token, [V]."""
+        """Return the logits after the start token, [V]."""
         state = new_beam_state(1, 1, 2)
         state.sequences[:, :, 0] = self.tokens.start
         state.lengths.fill_(1)
@@ -214,7 +183,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _tokenizer_of(given: Any, folder: Path | None) -> Any:
-    """Return the tokenizer that is given, or that of a folder."""
+    """Return the given tokenizer, or a folder's."""
     if given is not None and not isinstance(given, (str, os.PathLike)):
         if not callable(getattr(given, "token_to_id", None)):
             raise type_error(_OP, "tokenizer", given, "a tokenizers.Tokenizer, a folder or None")
@@ -265,7 +234,7 @@ def _of_decoding(decoding: Decoding, tokenizer: Any, folder: Path | None) -> Spe
 
 
 def load_model(model: Any, dtype: Any, tokenizer: Any) -> SpeechModel:
-    """Return the model that ``Transcriber`` is given; see there."""
+    """Return the model for the arguments of ``Transcriber``."""
     if isinstance(model, Decoding):
         return _of_decoding(model, tokenizer, None)
     if not isinstance(model, (str, os.PathLike)):

@@ -1,4 +1,4 @@
-"""How a sound is transcribed; the names are those of faster-whisper where it has them."""
+"""Options of transcription, named as in faster-whisper where it has them."""
 
 from __future__ import annotations
 

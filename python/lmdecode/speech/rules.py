@@ -1,4 +1,4 @@
-"""Rules of a window's text: on logits, before these become probabilities, as Whisper has it."""
+"""Rules of a window's text, applied to logits before the softmax, as in Whisper."""
 
 from __future__ import annotations
 
@@ -15,20 +15,13 @@ def ruled(
 ) -> Tensor:
     """Return the logits that tokens are chosen by, [rows, V], -inf where one is forbidden.
 
-    Penalties see what is generated behind the prompt.
-
-    Parameters
-    ----------
-    searches
-        Whose last tokens have been read. Their rules are bans and times.
-    values : Tensor
-        [2, rows, V] of ``read_tokens``: logits, which are written to, and scores after these rules.
-    repetition_penalty, no_repeat_ngram_size
-        1 and 0 are off.
+    The last tokens of the searches have been read; their rules are bans and times. ``values`` is
+    [2, rows, V] of ``read_tokens``: logits, which are overwritten, and scores after these rules.
+    Penalties, off at 1 and 0, see only the tokens generated after the prompt.
     """
     logits, scores = values
     if repetition_penalty == 1.0 and no_repeat_ngram_size == 0:
-        return scores  # the logits but for one number a row
+        return scores  # the logits up to a constant for each row
     state, rules, beams = searches.state, searches.token_rules, searches.state.scores.shape[1]
     for slot in searches.are_running().nonzero()[:, 0].tolist():
         length, prompt = int(state.lengths[slot]), int(searches.parameters.prompt_lengths[slot])
@@ -41,7 +34,7 @@ def ruled(
             of_row[banned] = -torch.inf
             if first_time < 0:
                 continue
-            # Times that are allowed are the same; text may be, as penalties change what is likely.
+            # The same times stay allowed, but penalties change whether text is.
             words, times = of_row[:first_time], of_row[first_time:]
             times[after[first_time:] == -torch.inf] = -torch.inf
             words[-1] = -torch.inf  # "no times follow"
@@ -56,7 +49,7 @@ def ruled(
 
 
 def _penalise(logits: Tensor, new: list[int], penalty: float, size: int) -> None:
-    """Change the logits of tokens that have been generated, and of those that end an n-gram."""
+    """Penalise generated tokens, and forbid tokens that would repeat an n-gram."""
     seen = torch.tensor(sorted(set(new)), dtype=torch.int64, device="cpu")
     before = logits[seen]
     logits[seen] = torch.where(before < 0, before * penalty, before / penalty)

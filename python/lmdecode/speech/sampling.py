@@ -1,4 +1,4 @@
-"""Draws of a window's text, where a search has not found a good one."""
+"""Draws of a window's text, for windows in which the search found no good one."""
 
 from __future__ import annotations
 
@@ -30,32 +30,12 @@ def draw(
     new_tokens: int,
     seed: int,
 ) -> list[tuple[list[int], list[float]]]:
-    """Draw texts of a memory.
+    """Draw ``options.best_of`` texts for a memory, [positions, model_size].
 
-    Parameters
-    ----------
-    model
-        The model.
-    memory : Tensor
-        [positions, model_size].
-    prompt : sequence of int
-        Tokens in front of the texts.
-    rules : TokenRules
-        Of one slot.
-    options : TranscriptionOptions
-        Number of texts, ``best_of``, and penalties.
-    temperature : float
-        Above 0.
-    new_tokens : int
-        Most tokens of a text.
-    seed : int
-        Of the noise; a text has the same tokens whatever else is decoded.
-
-    Returns
-    -------
-    list of (list of int, list of float)
-        The tokens of each text, its end token among them if it came, and their log-probabilities
-        among what the rules allow, before the temperature.
+    The rules have one slot. ``prompt`` has the tokens in front of the texts, and ``temperature`` is
+    above 0. A text has the same tokens for a seed whatever else is decoded. Returns for each text
+    its tokens, with the end token if it came, and their log-probabilities among the allowed tokens,
+    before the temperature.
     """
     length, end, rows = len(prompt), model.tokens.end, options.best_of
     state = new_beam_state(1, rows, length + new_tokens + 1)

@@ -1,4 +1,4 @@
-"""Results of a transcription: segments, words, and what is known of the sound."""
+"""Results of a transcription: segments, words, and facts about the sound."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Segment:
 
 @dataclass
 class TranscriptionInfo:
-    """What is known of a sound before its text.
+    """Facts about a sound that are known before its text.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class TranscriptionInfo:
     transcription_options : TranscriptionOptions
         How it is transcribed.
     vad_options : dict or None
-        How speech was looked for.
+        Options of the search for speech.
     """
 
     language: str

@@ -12,7 +12,7 @@ from lmdecode._checks import install_hint
 
 __all__ = ["SpeechTokenizer", "load_tokenizer"]
 
-# Languages without spaces between words: a word is what is a character at least.
+# Languages without spaces between words: a word is one or more whole characters.
 _WITHOUT_SPACES = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -55,7 +55,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def _of_vocabulary(tokenizers: Any, vocab: Path, merges: Path, added: Path) -> Any:
-    """Return the tokenizer of a folder of the time before tokenizer.json."""
+    """Return the tokenizer of an old folder without tokenizer.json."""
     found = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = tokenizers.decoders.ByteLevel()
@@ -66,22 +66,14 @@ def _of_vocabulary(tokenizers: Any, vocab: Path, merges: Path, added: Path) -> A
 
 
 class SpeechTokenizer:
-    """Texts of one model.
-
-    Parameters
-    ----------
-    tokenizer : tokenizers.Tokenizer
-        The model's.
-    end : int
-        The end token: texts have tokens below it.
-    """
+    """Converts the texts of one model; their tokens are below ``end``, the end token."""
 
     def __init__(self, tokenizer: Any, end: int) -> None:
         self._tokenizer = tokenizer
         self._end = end
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, as it stands behind others."""
+        """Return the tokens of a text that follows another."""
         found = self._tokenizer.encode(f" {text.strip()}", add_special_tokens=False).ids
         return [token for token in found if token < self._end]
 

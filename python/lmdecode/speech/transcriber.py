@@ -26,7 +26,7 @@ _OP = "Transcriber.transcribe"
 
 
 class _Run:
-    """One call of ``transcribe``: the sounds that are open, and what decodes their windows."""
+    """One call of ``transcribe``: the open sounds, and the decoder of their windows."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class _Run:
         self._lock = threading.RLock()
 
     def add(self, task: FileTask, frames: int) -> None:
-        """Have a sound transcribed with the others."""
+        """Add a sound, to be transcribed with the others."""
         with self._lock:
             self._tasks.append((task, frames))
 
@@ -80,7 +80,7 @@ class _Run:
             self._progress(done / FRAMES_A_SECOND, total / FRAMES_A_SECOND)
 
     def leave(self, task: FileTask) -> None:
-        """Give a sound up."""
+        """Drop a sound."""
         with self._lock:
             task.is_done = True
             task.ready.clear()
@@ -88,9 +88,9 @@ class _Run:
 
 
 class Segments(Generator[Segment, None, None]):
-    """Iterator over the segments of a sound, which are computed as they are asked for.
+    """Iterator over the segments of a sound; each is computed when it is requested.
 
-    ``close()``, which any thread may call, ends it: its windows are given up within some steps of
+    ``close()``, which any thread may call, ends it: its windows are dropped within some steps of
     the decoder, and their memory is free.
     """
 
@@ -401,7 +401,7 @@ class _Opener:
 
     @torch.no_grad()
     def open(self, audio: Any) -> tuple[Segments, TranscriptionInfo]:
-        """Return the segments of a sound, of which none is computed yet, and what is known."""
+        """Return the segments of a sound, none computed yet, and its ``TranscriptionInfo``."""
         model, longest = self._model, self._model.frames
         samples = load_audio(audio)
         speech = None
@@ -457,7 +457,7 @@ def _seconds(parts: Iterable[tuple[int, int]]) -> float:
 def _read_ahead(
     open_sound: Callable[[Any], tuple[Segments, TranscriptionInfo]], sounds: deque[Any], most: int
 ) -> Iterator[tuple[Segments, TranscriptionInfo]]:
-    """Yield sounds in order, when those behind them are open, too."""
+    """Yield sounds in order, each once the sounds after it are open, too."""
     opened: deque[tuple[Segments, TranscriptionInfo] | Exception] = deque()
     try:
         while sounds or opened:

@@ -1,4 +1,4 @@
-"""Where somebody speaks, by silero-vad."""
+"""Detection of speech by silero-vad."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _lock = threading.Lock()  # the model has a state
 
 @functools.cache
 def _silero() -> tuple[Any, Any]:
-    """Return the model and what calls it."""
+    """Return the model and the function that calls it."""
     try:
         from silero_vad import get_speech_timestamps, load_silero_vad
     except ImportError as error:
@@ -43,24 +43,11 @@ def _silero() -> tuple[Any, Any]:
 def speech_of(
     samples: Tensor, longest: int | None, parameters: Mapping[str, Any] | None
 ) -> list[tuple[int, int]]:
-    """Return the first and last frame of each piece of speech, in order.
+    """Return the first and last frame of each piece of speech, in order; samples are at 16 kHz.
 
-    Parameters
-    ----------
-    samples : Tensor
-        [n] float32 at 16 kHz.
-    longest : int, optional
-        Frames of a piece at most, if the parameters do not say otherwise: longer speech is cut at
-        its last pause of a tenth of a second.
-    parameters : mapping, optional
-        Arguments of silero-vad's ``get_speech_timestamps``.
-
-    Raises
-    ------
-    ImportError
-        The package is missing.
-    TypeError
-        A parameter that it does not have.
+    Speech above ``longest`` frames is cut at its last pause of a tenth of a second, unless
+    ``parameters``, arguments of silero-vad's ``get_speech_timestamps``, say otherwise. Raises
+    ImportError without the package, and TypeError for a parameter that it does not have.
     """
     if parameters is not None and not isinstance(parameters, Mapping):
         raise type_error(_OP, "vad_parameters", parameters, "a mapping or None")
@@ -71,7 +58,7 @@ def speech_of(
             model, get_speech_timestamps = _silero()
             if longest is not None:
                 given.setdefault("max_speech_duration_s", longest * HOP / RATE)
-                # Its longest pause may be far back, and those behind it are forgotten then.
+                # Its longest pause may be far back, and later pauses are forgotten then.
                 pause = "use_max_poss_sil_at_max_speech"
                 if pause in inspect.signature(get_speech_timestamps).parameters:
                     given.setdefault(pause, False)

@@ -32,25 +32,16 @@ from lmdecode.speech.sampling import draw
 
 __all__ = ["DecodedWindow", "Window", "WindowDecoder"]
 
-_STEPS = 16  # of the decoder between looks at who has gone
+_STEPS = 16  # of the decoder between checks for owners that have gone
 
 
 @dataclass(eq=False)
 class Window:
-    """A window that is to be decoded.
+    """A window that is to be decoded, for its hashable ``owner``.
 
-    Attributes
-    ----------
-    owner : hashable
-        Whose it is.
-    encode : callable
-        Returns its memory, [positions, model_size].
-    prompt : tuple of int
-        Tokens in front of its text.
-    begin : int
-        Length of the prompt at which its text begins: a prefix belongs to the text.
-    seek : int
-        Its first frame; draws depend on it.
+    ``encode`` returns its memory, [positions, model_size]. ``prompt`` has the tokens in front of
+    its text, which begins at ``begin`` in the prompt: a prefix belongs to the text. ``seek`` is its
+    first frame; draws depend on it.
     """
 
     owner: Hashable
@@ -61,19 +52,11 @@ class Window:
 
 
 class DecodedWindow(NamedTuple):
-    """What was found in a window.
+    """The text of a window; the scores are explained at ``Segment``.
 
-    Attributes
-    ----------
-    tokens : list of int
-        The text and its times, behind ``Window.begin``, without the end token.
-    log_probs : list of float
-        Of each; 0 for a prefix.
-    avg_logprob, compression_ratio, no_speech_prob, temperature : float
-        See ``Segment``.
-    attention : Tensor or None
-        [alignment heads, tokens + 1, positions]: what is attended to as each of the tokens is
-        predicted, and the end behind them, if words were asked for.
+    ``tokens`` are the text and its times from ``Window.begin`` on, without the end token;
+    ``log_probs`` has one for each, 0 for a prefix. ``attention`` is [alignment heads, tokens + 1,
+    positions], the weights as each token and the end is predicted, if words were requested.
     """
 
     tokens: list[int]
@@ -107,17 +90,7 @@ def _compression_ratio(text: str) -> float:
 
 
 class WindowDecoder:
-    """Decodes any number of windows, as many at a time as there are places.
-
-    Parameters
-    ----------
-    model : SpeechModel
-        The model.
-    options : TranscriptionOptions
-        How each window is decoded.
-    places : int
-        Windows at a time.
-    """
+    """Decodes any number of windows, ``places`` at a time."""
 
     def __init__(self, model: SpeechModel, options: TranscriptionOptions, places: int) -> None:
         self._model, self._options, self._most = model, options, places
@@ -155,7 +128,7 @@ class WindowDecoder:
             self.close()
 
     def close(self) -> None:
-        """Forget all windows, and leave the memory to others."""
+        """Forget all windows, and free their memory."""
         self._waiting.clear()
         self._running.clear()
         self._memories.clear()
@@ -293,7 +266,7 @@ class WindowDecoder:
         return 0.01 * self._model.frames_of_time
 
     def _read_no_speech(self, places: list[int]) -> None:
-        """Find how probable silence is in windows that begin: behind the start token."""
+        """Find the probability of silence in new windows: it is read after the start token."""
         assert self._searches is not None
         searches = self._searches
         state, prompts = searches.state, searches.parameters.prompt_lengths
@@ -321,7 +294,7 @@ class WindowDecoder:
     def _decoded(self, place: int, window: Window) -> DecodedWindow:
         """Return the first try that is good enough, or else the most probable one.
 
-        One that does not repeat itself too often, if there is any.
+        Tries that do not repeat themselves too often come first.
         """
         options, no_speech = self._options, self._no_speech[place]
         prefix, tries = list(window.prompt[window.begin :]), list[_Judged]()

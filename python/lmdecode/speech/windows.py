@@ -1,4 +1,4 @@
-"""What the tokens of a window say: segments and their times, and where the next window begins."""
+"""Segments and times in the tokens of a window, and where the next window begins."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ __all__ = ["Piece", "split_window"]
 class Piece(NamedTuple):
     """Tokens between two times.
 
-    Attributes
-    ----------
-    begin, end : int
-        Places of its tokens in those of the window, times among them.
-    start, stop : int
-        Frames of the window, or behind it: a decoder may give any time.
+    ``begin`` and ``end`` are indices into the window's tokens, times among them. ``start`` and
+    ``stop`` are frames, possibly after the window's end: a decoder may give any time.
     """
 
     begin: int
@@ -33,19 +29,12 @@ def split_window(
     *,
     is_cut: bool,
 ) -> tuple[list[Piece], int]:
-    """Return the pieces of a window, and how many frames on the next one begins.
+    """Return the pieces of a window, and the number of frames to the beginning of the next one.
 
-    Parameters
-    ----------
-    tokens : sequence of int
-        The text and its times, without the end token.
-    first_time, frames_of_time : int
-        The token of 0.00, and the frames of a step of time.
-    frames : int
-        Of the window.
-    is_cut : bool
-        Whether another window goes on where the last finished piece of this one ends: then what
-        follows it is left out. Otherwise all of it counts.
+    ``tokens`` are the text and its times, without the end token; ``first_time`` is the token of
+    0.00, and ``frames_of_time`` the frames of a step of time. With ``is_cut`` another window begins
+    where the last finished piece ends, and tokens after that piece are left out; otherwise all
+    count.
     """
 
     def is_time(place: int) -> bool:
@@ -72,5 +61,5 @@ def split_window(
         begin = end
     if ends_in_one_time or not is_cut:
         return pieces, frames
-    # What follows the last pair of times is a beginning alone: it is heard again.
+    # Tokens after the last pair of times are only a beginning: the next window has them again.
     return pieces, frame_of(begin - 1)

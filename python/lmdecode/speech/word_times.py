@@ -12,20 +12,15 @@ from lmdecode.speech.alignment import TimedWord
 __all__ = ["TimedPiece", "join_marks", "refine"]
 
 _SENTENCE_ENDS = ".\u3002!\uff01?\uff1f"
-_TYPICAL = 70  # frames that a typical word has at most
+_TYPICAL = 70  # most frames of a typical word
 _FAR = 50  # frames: a word that reaches further out of its segment's time is too long
 
 
 @dataclass
 class TimedPiece:
-    """The words of a segment, and its time.
+    """The words of a segment, and its time in frames: the decoder's, and later the words'.
 
-    Attributes
-    ----------
-    start, stop : int
-        Frames: as the decoder says, and then those of the words.
-    words : list of TimedWord
-        In order; marks are words of their own until they are joined.
+    Marks are words of their own until they are joined.
     """
 
     start: int
@@ -38,22 +33,11 @@ def refine(
 ) -> int:
     """Cut words short that are too long, and let pieces begin and end with their words.
 
-    Parameters
-    ----------
-    pieces : sequence of TimedPiece
-        Those of a window in order; changed in place.
-    spoken : int
-        Frame at which the last word before the window ends.
-    end : int
-        Frame at which the window ends, or the next one begins. In the latter case the last word
-        may end up to half a second behind it; the next window's words follow.
-    prepended, appended : str
-        Punctuation that belongs to the word behind it, and before it.
-
-    Returns
-    -------
-    int
-        The frame at which the last word ends; ``spoken`` if there are no words.
+    The pieces of a window are changed in place. ``spoken`` is the frame at which the last word
+    before the window ends. ``end`` is the frame at which the window ends, or the next one begins;
+    then the last word may end up to half a second later, before the next window's words.
+    ``prepended`` punctuation belongs to the word after it, ``appended`` to the word before it.
+    Returns the frame at which the last word ends; ``spoken`` if there are no words.
     """
     words = [word for piece in pieces for word in piece.words]
     for word in words:
@@ -74,7 +58,7 @@ def refine(
             last.stop = min(last.stop, max(last.start + typical, piece.stop))
         for word in piece.words:
             word.start, word.stop = min(word.start, end + _FAR), min(word.stop, end + _FAR)
-        if first.start == last.stop:  # a text is heard for some time, if there is room
+        if first.start == last.stop:  # a text lasts some time, if there is room
             behind = [other.words[0].start for other in pieces[i + 1 :] if other.words]
             last.stop = min([max(last.stop, min(piece.stop, end)), *behind[:1]])
         if first.start == last.stop:
@@ -85,7 +69,7 @@ def refine(
 
 
 def _cut_at_sentences(words: Sequence[TimedWord], longest: int) -> None:
-    """Take the pause between sentences out of the mark before it and the word behind it."""
+    """Take the pause between sentences out of the mark before it and the word after it."""
     for before, word in itertools.pairwise(words):
         if word.stop - word.start > longest:
             if word.text in _SENTENCE_ENDS:
@@ -108,14 +92,9 @@ def _cut_after_pause(words: Sequence[TimedWord], spoken: int, typical: int) -> N
 
 
 def join_marks(words: Sequence[TimedWord], prepended: str, appended: str) -> list[TimedWord]:
-    """Return words with the marks that belong to them, whose time is none of theirs.
+    """Return words with the marks that belong to them; marks do not extend a word's time.
 
-    Parameters
-    ----------
-    words : sequence of TimedWord
-        Those of a text, marks apart; words that get a mark are changed in place.
-    prepended, appended : str
-        See ``refine``.
+    Words that get a mark are changed in place. For the punctuation see ``refine``.
     """
     kept: list[TimedWord] = []
     for word in reversed(words):  # opening ones, which stand before a word
