@@ -90,10 +90,9 @@ def _foreign_method(module: nn.Module, uses_kernels: bool) -> str | None:
 
 
 def foreign_code(module: nn.Module, *, uses_kernels: bool = False) -> str | None:
-    """Name the code beside its libraries that a module itself, not those within it, computes with.
+    """Describe code of other libraries that a module runs, its submodules left out; None if none.
 
-    None if there is none. ``uses_kernels`` says whether ``from_pretrained`` has replaced methods by
-    kernels of a hub.
+    ``uses_kernels`` says whether ``from_pretrained`` has replaced methods by kernels of a hub.
     """
     method = _foreign_method(module, uses_kernels)
     if method is not None:
