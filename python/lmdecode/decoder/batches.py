@@ -17,18 +17,10 @@ __all__ = ["Batches"]
 
 
 class Batches:
-    """Base of ``Decoding``, whose attributes these are.
+    """Base of ``Decoding`` with its attributes: the packed model, and what belongs to it.
 
-    Attributes
-    ----------
-    decoder
-        The packed model.
-    model
-        The transformers model, its stand-in, or None.
-    encoder
-        Of an encoder-decoder model, or None.
-    cache_dtype : str
-        Of a decoder-only model.
+    ``model`` is the transformers model, its stand-in, or None. ``encoder`` is None without an
+    encoder; ``cache_dtype`` is used by decoder-only models alone.
     """
 
     decoder: PackedDecoder | DeviceDecoder | PackedCausalModel

@@ -41,14 +41,9 @@ def row_format(head_size: int, dtype: str) -> tuple[torch.dtype, int]:
 class CacheParts(NamedTuple):
     """The shape of a part: [kv_heads, tokens, row_size].
 
-    A layer's part has some of its heads and a piece of their rows. Rows that are no whole multiple
-    of ``row_size`` end with a narrower piece, and zeros behind it. Where all layers have the same
-    heads, a layer is one part.
-
-    Attributes
-    ----------
-    kv_heads, row_size : int
-        Heads, and elements of a row.
+    A layer's part has some of its heads and a slice of their rows. If ``row_size`` does not divide
+    a row, its last slice is narrower and padded with zeros. If all layers have the same heads, each
+    layer is one part.
     """
 
     kv_heads: int
@@ -103,36 +98,19 @@ def _spans(first: int, length: int) -> Iterator[tuple[int, slice, slice]]:
 
 
 class CausalCaches:
-    """The caches of some sequences, and the steps that a model does on them.
+    """The caches of up to ``sequences`` sequences, and the steps that a model does on them.
 
-    Memory is reserved for the longest sequences, and taken from the system as they grow. Layers
-    with a window keep what it needs alone. Sequences that go on from the same one share what they
-    have in common.
+    Memory is reserved for ``max_length`` positions each, and taken from the system as sequences
+    grow. Layers with a window keep only what it needs. Sequences that continue the same one share
+    its positions. Longer steps are split into ``max_rows`` tokens.
 
-    Parameters
-    ----------
-    model : PackedCausalModel
-        What reads tokens.
-    sequences : int
-        Places of sequences; each starts empty.
-    max_length : int
-        The most positions of one.
-    dtype : {"float32", "bfloat16", "int8"}
-        Of keys and values. "int8": of each, whole multiples of a 127th of its largest magnitude.
-    max_rows : int
-        Tokens that are computed together: longer steps are cut into these.
-    rollback : int
-        Positions that a sequence can go back at any time, where layers have windows or states;
-        these keep so many more.
-    checkpoint_interval : int
-        Where layers have states: the sequence can also go back to the end of its prompt, to the
-        token before that, and to the last two whole multiples of this number, of 4 times, of 16
-        times this number and so on. 0: to none of these.
+    With ``dtype`` "int8", keys and values are whole multiples of a 127th of the largest magnitude
+    of each. A sequence can always go back by ``rollback`` positions, which windows and states keep
+    in addition. With states it can also go back to the end of its prompt, to the token before that,
+    and to the last two whole multiples of ``checkpoint_interval``, of 4 times, of 16 times it and
+    so on; 0: to none of these.
 
-    Attributes
-    ----------
-    lengths : Tensor
-        [sequences] int32: the positions that each has. To be read.
+    ``lengths``, [sequences] int32, are the positions that each sequence has; it is read-only.
     """
 
     def __init__(
@@ -244,27 +222,14 @@ class CausalCaches:
         hidden_in: Tensor | None = None,
         hidden_out: Tensor | None = None,
     ) -> Tensor:
-        """Read tokens of some sequences, behind those that they have.
+        """Append tokens, [n] int64, to sequences; return [num_logits, V] float32 logits.
 
-        Parameters
-        ----------
-        tokens : Tensor
-            [n] int64: those of the entries, one behind the other.
-        entries : Tensor
-            [m, 4] int64: the sequence, how many tokens, whether they are of a prompt, and of how
-            many of them, the last ones, logits are wanted. Each sequence at most once.
-        num_logits : int
-            Of all entries.
-        hidden_in : Tensor, optional
-            [n, model_size] float32, for a model with ``hidden_projection``: what another model
-            computed of the token before each.
-        hidden_out : Tensor, optional
-            [n, model_size] float32: takes what is behind the final norm of all tokens.
-
-        Returns
-        -------
-        Tensor
-            [num_logits, V] float32.
+        ``entries``, [m, 4] int64, are the sequence (each at most once), its number of tokens,
+        whether they are of a prompt, and after how many of its last tokens logits are wanted.
+        ``tokens`` are the concatenation of the entries' tokens. ``hidden_in``, [n, model_size]
+        float32, is for a model with ``hidden_projection``: another model's rows of the tokens
+        before. ``hidden_out``, of the same shape, receives the output of the final norm for all
+        tokens.
         """
         model = self.model
         logits: Tensor = ops.causal_forward_(
@@ -291,32 +256,20 @@ class CausalCaches:
     def truncate(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         """Let sequences go back to lengths; 0 frees a place.
 
-        Raises
-        ------
-        ValueError
-            A layer's window, or its state, is not kept for one of the lengths. Nothing has changed
-            then. ``reachable`` tells for which lengths there is a state.
+        Raises ValueError, and changes nothing, if a layer's window or state is not kept for a
+        length. ``reachable`` returns the lengths that have a state.
         """
         changes = torch.tensor([sequences, lengths], dtype=torch.int64, device="cpu").T.contiguous()
         ops.causal_caches_truncate_(self._tensors, self.model.cache_windows, changes)
 
     def read(self, sequence: int, begin: int = 0) -> list[tuple[Tensor, ...]]:
-        """Copy the keys and values of a sequence, from a position on.
+        """Copy the keys and values of a sequence from position ``begin`` on.
 
-        Parameters
-        ----------
-        sequence, begin : int
-            Whose, and the first position.
-
-        Returns
-        -------
-        list of (Tensor, Tensor), and (Tensor,)
-            Keys and values of each layer, [kv_heads, n, head_size], keys turned: of the positions
-            that there are from ``begin`` on; of a layer with a window the last window - 1 of these
-            at most, which is what tokens to come see. Of int8 caches bytes, uint8, as they lie.
-            Layers with a state, or with the keys of another layer, have none; behind all others
-            follows (state,), [state_size] float32. Where layers have heads of two sizes, each pair
-            is one of a layer's ``CacheParts``.
+        Returns (keys, values) of each layer, [kv_heads, n, head_size], with rotated keys. A layer
+        with a window has at most the last window - 1 positions, which following tokens attend to.
+        int8 caches are returned as raw bytes, uint8. Layers with a state, or with another layer's
+        keys, have no pair; the last entry is then (state,), [state_size] float32. If layers have
+        heads of two sizes, each pair is one of a layer's ``CacheParts``.
         """
         length = int(self.lengths[sequence])
         read = list[tuple[Tensor, ...]]()
@@ -367,21 +320,12 @@ class CausalCaches:
         to.copy_(given)
 
     def write(self, sequence: int, length: int, states: Iterable[tuple[Tensor, ...]]) -> None:
-        """Let an empty sequence begin with positions that were computed elsewhere.
+        """Fill an empty sequence with ``length`` >= 1 positions that were computed elsewhere.
 
-        Parameters
-        ----------
-        sequence, length : int
-            Whose, and how many positions, at least 1.
-        states : iterable of (Tensor, Tensor), and (Tensor,)
-            As ``read`` returned them for these positions, of this model with caches of this dtype.
-            Where it raises, the sequence is empty as before. With a window, the sequence must not
-            be truncated but to 0: what lies before the window was not written.
-
-        Raises
-        ------
-        ValueError
-            The sequence is not empty, there is no room, or states have other sizes.
+        ``states`` is the result of ``read`` for these positions, from the same model with caches of
+        the same dtype. With a window, the sequence may only be truncated to 0 afterwards: positions
+        before the window were not written. Raises ValueError if the sequence is not empty, there is
+        no room, or states have other sizes; the sequence is then empty as before.
         """
         start = torch.tensor([[sequence, length]], device="cpu")
         ops.causal_caches_start_(self._tensors, self._windows, start)

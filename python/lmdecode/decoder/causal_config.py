@@ -24,13 +24,7 @@ __all__ = ["CausalConfig", "CausalLayerWeights", "CausalWeights", "Heads"]
 
 
 class Heads(NamedTuple):
-    """Sizes of the heads of a layer.
-
-    Attributes
-    ----------
-    num_heads, num_kv_heads, head_size, rotary_size
-        See ``CausalConfig``.
-    """
+    """Sizes of the heads of a layer, as in ``CausalConfig``."""
 
     num_heads: int
     num_kv_heads: int

@@ -59,21 +59,9 @@ def format_of(name: str, weight_format: str) -> str:
 
 
 class WeightMemory:
-    """A memory that weights are written to.
+    """A memory, uint8 [bytes], that weights are written to; ``used`` bytes have been.
 
-    Parameters
-    ----------
-    memory : Tensor
-        uint8 [bytes], enough for all of them.
-    weight_format : str
-        Of linear weights.
-    formats_of_tables : mapping
-        How the rows of each table of tokens are held.
-
-    Attributes
-    ----------
-    used : int
-        Bytes that have been written.
+    Linear weights get ``weight_format``, each table of tokens its format of ``formats_of_tables``.
     """
 
     def __init__(
@@ -85,16 +73,10 @@ class WeightMemory:
     def write(
         self, path: str, name: str, value: Any, experts: Mapping[str, tuple[int, int]]
     ) -> int:
-        """Write a weight; return where it begins.
+        """Write a weight that fits the config; return where it begins.
 
-        Parameters
-        ----------
-        path
-            The beginning of its name in errors.
-        name, value
-            The weight, which fits the config; matrices of experts are checked here, one by one.
-        experts
-            Names of weights that are matrices of experts, and the shape of one.
+        ``path`` is the prefix of its name in errors. ``experts`` maps names of weights that are
+        matrices of experts to the shape of one matrix; each matrix is checked here.
         """
         begin, at = self.used, self.memory[self.used :]
         if name in experts:
@@ -159,48 +141,22 @@ def _checked_format(weight_format: object) -> str:
 
 
 class PackedCausalModel:
-    """A decoder-only model's weights, packed once.
+    """A decoder-only model's weights, packed once; ``weights`` are not kept.
 
-    Parameters
-    ----------
-    config : CausalConfig
-        Of the model.
-    weights : CausalWeights
-        See there; not kept.
-    weight_format : {"float32", "bfloat16", "int8", "int4"}, optional
-        What linear weights and the embedding are held as; of "int4" the head and the embedding are
-        int8. None: as they come, blocks of a GGUF file as they are; bfloat16 as bfloat16, other
-        floats as float32.
+    ``weight_format`` is the format of linear weights and the embedding (with "int4", the head and
+    the embedding are int8). None keeps a GGUF file's blocks and bfloat16; other floats become
+    float32. Raises ValueError or TypeError that names the weight with a wrong shape, dtype or type.
 
-    Attributes
-    ----------
-    memory, layout : Tensor
-        uint8 [bytes] with all weights, and int64 [layers + 1, columns]: where they lie. See
-        csrc/bindings/causal_checks.h.
-    sizes, numbers : list
-        The config as the ops take it.
-    cache_windows : list of int
-        Of the model's caches: 0 keeps all positions, another number so many.
-    cache_layers, cache_heads : list
-        How many layers each cache has, and their heads.
-    state_size : int
-        Float32 numbers of a sequence's state, of all layers that have one.
-    max_positions : int or None
-        That the model has embeddings for.
-    spare_memory : SpareMemory
-        Scratch of caches that are no more.
-    mtp : PackedCausalModel or None
-        What predicts further tokens: a model of one layer, in the same memory. Its rows begin with
-        what this model computed.
-    own_bytes : int
-        Bytes of the memory without those that only ``mtp`` has.
-    saved_hash : str or None
-        The SHA-256 that weights were saved with, which are mapped as they are.
+    ``memory``, uint8 [bytes], holds all weights at the places of ``layout``, int64 [layers + 1,
+    columns]: see csrc/bindings/causal_checks.h. ``sizes`` and ``numbers`` are the config as the ops
+    take it. ``cache_windows`` has the positions that each of the model's caches keeps (0: all),
+    ``cache_layers`` and ``cache_heads`` their layers and heads. ``state_size`` is the float32
+    numbers of a sequence's state over all layers, ``max_positions`` the number of position
+    embeddings or None. ``spare_memory`` is scratch memory of deleted caches.
 
-    Raises
-    ------
-    ValueError, TypeError
-        Names what has a wrong shape, dtype or type.
+    ``mtp`` predicts further tokens: a model of one layer in the same memory, which reads rows of
+    this model. ``own_bytes`` does not count the bytes of ``mtp`` alone. ``saved_hash`` is the
+    SHA-256 of saved weights that are mapped unchanged, or None.
     """
 
     saved_hash: str | None = None
@@ -244,18 +200,11 @@ class PackedCausalModel:
     def of_packed(
         cls, config: Mapping[str, Any], weight_format: str, facts: Mapping[str, Any]
     ) -> PackedCausalModel:
-        """Return a model whose weights have been packed before, without them: see ``take``.
+        """Return a model of packed weights, which ``take`` adds later.
 
-        Parameters
-        ----------
-        config, weight_format, facts
-            Its ``config_fields()``, its format, and its ``facts()``.
-
-        Raises
-        ------
-        KeyError, TypeError, ValueError
-            Facts are missing, or of another type or shape. That they fit the memory is for the ops
-            to see.
+        The arguments are its ``config_fields()``, format and ``facts()``. Raises KeyError,
+        TypeError or ValueError if facts are missing, or of another type or shape. The ops check
+        that they fit the memory.
         """
         model = cls.__new__(cls)
         model.config = CausalConfig(**config)

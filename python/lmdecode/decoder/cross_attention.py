@@ -51,18 +51,10 @@ class _Layer:
     def run(
         self, x: Tensor, keys: Tensor, values: Tensor, wanted: Sequence[int], *, is_last: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the rows behind the layer, and the weights of the wanted heads.
+        """Return the layer's output rows, and the attention weights of the wanted heads.
 
-        Parameters
-        ----------
-        x : Tensor
-            [T, model_size].
-        keys, values : Tensor
-            [heads, head_size, S] and [heads, S, head_size].
-        wanted
-            Heads.
-        is_last : bool
-            Whether the rows are not needed any more.
+        ``x`` is [T, model_size], ``keys`` [heads, head_size, S], ``values`` [heads, S, head_size].
+        With ``is_last`` the output rows are not needed.
         """
         scale = self._config.attention_scale
         assert scale is not None
@@ -84,19 +76,10 @@ class _Layer:
 
 
 class CrossAttention:
-    """Computes the cross-attention of some heads, by one pass over known tokens.
+    """Computes the cross-attention of some (layer, head) pairs, in one pass over known tokens.
 
-    Parameters
-    ----------
-    decoder : PackedDecoder
-        Whose layers have a layer norm before each sublayer and no gate, as Whisper's.
-    heads : sequence of (int, int)
-        Layer and head of each.
-
-    Raises
-    ------
-    ValueError
-        A decoder of another kind, or a head that it does not have.
+    The decoder's layers have a layer norm before each sublayer and no gate, as in Whisper. Raises
+    ValueError for another decoder, or for a head that it does not have.
     """
 
     def __init__(self, decoder: PackedDecoder, heads: Sequence[tuple[int, int]]) -> None:
@@ -126,16 +109,10 @@ class CrossAttention:
 
     @torch.autocast("cpu", enabled=False)
     def weights(self, tokens: Sequence[int], caches: DecodingCaches, request: int) -> Tensor:
-        """Return [heads, T, S] float32: what each token, as it is read, attends to.
+        """Return [heads, T, S] float32: the attention of each token, as it is read, to the memory.
 
-        Parameters
-        ----------
-        tokens : sequence of int
-            [T], from the first token of the sequence on.
-        caches : DecodingCaches
-            They have the keys and values of the memory.
-        request : int
-            Whose memory it is.
+        ``tokens`` is the whole sequence, [T]. ``caches`` hold the keys and values of the memory of
+        ``request``.
         """
         config = self._decoder.config
         embedding, positions = self._decoder.tensors[:2]

@@ -39,16 +39,8 @@ def _refuse_cache_dtype(cache_dtype: object) -> None:
 class PackedDecoding(Batches):
     """A packed model, without transformers: batches, the engine and its files.
 
-    The base of ``lmdecode.Decoding``, which has the parameters and the errors.
-
-    Attributes
-    ----------
-    decoder
-        The packed model.
-    model, encoder
-        None here; the transformers model and the packed encoder of a ``Decoding``.
-    cache_dtype : str
-        Of a decoder-only model.
+    The base of ``lmdecode.Decoding``, which documents the parameters and errors. ``model`` and
+    ``encoder`` are None here; ``cache_dtype`` is used by decoder-only models alone.
     """
 
     def __init__(

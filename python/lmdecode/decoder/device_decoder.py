@@ -29,23 +29,11 @@ _KEPT_PLANS = 2  # each holds the caches of its searches
 
 
 class DeviceDecoder:
-    """A decoder's weights on a device.
+    """A decoder's weights on a device, by default the device of ``weights``.
 
-    Parameters
-    ----------
-    config, weights
-        See there.
-    weight_format : {"float32", "float16", "bfloat16"}
-        What products and caches are of; norms, softmax and the residual stream are float32.
-    device
-        Of the weights by default.
-    use_cuda_graph : bool
-        Whether a step is captured, once for searches of the same shape, and replayed.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names what has a wrong shape, dtype or type, or another format.
+    ``weight_format`` is the dtype of products and caches; norms, softmax and the residual stream
+    are float32. With ``use_cuda_graph`` a step is captured once for searches of one shape, and
+    replayed. Raises ValueError or TypeError that names the wrong weight or argument.
     """
 
     def __init__(

@@ -35,14 +35,8 @@ _capturing = Lock()  # beginning to capture waits for the device, which ends ano
 class PlanSizes(NamedTuple):
     """Numbers that the steps of a search depend on.
 
-    Attributes
-    ----------
-    sequences
-        Slots, beams and capacity.
-    source
-        Positions of a memory, a multiple of 16.
-    num_groups, num_candidates, rules, greedy
-        As for ``DeviceSearches``.
+    ``sequences`` has slots, beams and capacity; ``source`` is the positions of a memory, a multiple
+    of 16. The other fields are arguments of ``DeviceSearches``.
     """
 
     sequences: tuple[int, ...]
@@ -56,16 +50,8 @@ class PlanSizes(NamedTuple):
 class Plan:
     """Searches of one shape, with the same rules switched on; a step does the same each time.
 
-    Parameters
-    ----------
-    decoder, sizes
-        See there.
-    state, parameters
-        Of the first searches, on the CPU.
-    rules
-        As ``rules_of_step`` returns them, of all slots, on the CPU.
-    key
-        Equal for all searches that it can be filled with.
+    ``state``, ``parameters`` and ``rules`` (from ``rules_of_step``, for all slots) are those of the
+    first searches, on the CPU. ``key`` is equal for all searches that the plan can run.
     """
 
     def __init__(
@@ -201,23 +187,10 @@ _POLL_STEPS = 8  # between two looks at whether all searches have ended
 class DeviceSearches:
     """Searches of a decoder on its device, all with sequences of one length.
 
-    Parameters
-    ----------
-    decoder, state, parameters, token_rules, source
-        As for ``lmdecode.decoder.searches.DecodingSearches``; on the CPU, copied from there.
-    num_groups, num_candidates, dialect, greedy
-        Likewise.
-
-    Attributes
-    ----------
-    state, parameters
-        After ``run`` on the CPU again.
-
-    Raises
-    ------
-    ValueError
-        Sequences of different lengths, or longer than the model has positions; tokens that the
-        vocabulary does not have.
+    The arguments are those of ``lmdecode.decoder.searches.DecodingSearches``, copied from the CPU.
+    After ``run``, ``state`` and ``parameters`` are on the CPU again. Raises ValueError for
+    sequences of different lengths or longer than the model's positions, and for tokens out of the
+    vocabulary.
     """
 
     def __init__(
@@ -276,11 +249,8 @@ class DeviceSearches:
     def read_memory(self, memory: Tensor, lengths: Tensor, requests: Tensor) -> None:
         """Compute the keys and values of the memories of all requests, in order.
 
-        Parameters
-        ----------
-        memory, lengths, requests : Tensor
-            [requests, source, memory_size], and [requests] int64 twice: how much of each counts,
-            and whose it is.
+        ``memory`` is [requests, source, memory_size]; ``lengths`` and ``requests``, [requests]
+        int64, are the valid positions of each and the request that it belongs to.
         """
         self._plan.forward.read_memory(memory[requests], lengths[requests])
 

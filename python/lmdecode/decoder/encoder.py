@@ -37,23 +37,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Sizes and switches of an encoder.
+    """Sizes and switches of an encoder; ``DecoderConfig`` explains the fields that it has, too.
 
-    Parameters
-    ----------
-    num_layers, model_size, num_heads, head_size, ffn_size : int
-        Sizes, each at least 1.
-    vocab_size : int
-        Of its embedding; 0 where it takes rows of ``model_size`` features instead of tokens.
-    norm, norm_first, norm_epsilon, activation, gated, attention_scale, embedding_scale
-        Those of ``DecoderConfig``. Rows that come instead of tokens are scaled, too.
-    position_offset : int
-        The row of the position table that position 0 has.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names the argument, what came and what was expected.
+    ``vocab_size`` is 0 if the encoder reads rows of ``model_size`` features instead of tokens;
+    these are scaled by ``embedding_scale``, too. ``position_offset`` is the row of the position
+    table for position 0. Raises ValueError or TypeError that names the argument.
     """
 
     num_layers: int
@@ -119,18 +107,10 @@ class EncoderLayerWeights(NamedTuple):
 class EncoderWeights(NamedTuple):
     """The weights of an encoder, floats of any dtype.
 
-    Attributes
-    ----------
-    embedding : Tensor or None
-        [V, D]; None where rows come instead of tokens.
-    positions : Tensor or None
-        [P, D], added to the embeddings.
-    relative_bias : Tensor or None
-        [heads, 2 n - 1], added to the scores, by the key's place less the query's, from 1 - n on;
-        or [layers * heads, 2 n - 1], of each layer its own.
-    embedding_norm_gamma, embedding_norm_beta, final_norm_gamma, final_norm_beta : Tensor or None
-        [D]; a gamma of None: no such norm.
-    layers : tuple of EncoderLayerWeights
+    ``embedding`` is [V, D], or None if the encoder reads rows. ``positions``, [P, D], are added to
+    the embeddings. ``relative_bias`` is added to the scores by key position - query position, from
+    1 - n on: [heads, 2 n - 1] for all layers, or [layers * heads, 2 n - 1]. Norms are [D]; without
+    a gamma there is no norm.
     """
 
     embedding: Tensor | None
@@ -146,24 +126,9 @@ class EncoderWeights(NamedTuple):
 class PackedEncoder(PackedStack):
     """An encoder's weights, packed once.
 
-    Parameters
-    ----------
-    config : EncoderConfig
-        Of the encoder.
-    weights : EncoderWeights
-        See there; not kept, but for an embedding that is float32 already.
-    weight_format : {"float32", "bfloat16", "int8", "int4"}
-        What linear weights are held as.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names what has a wrong shape, dtype or type.
-
-    Attributes
-    ----------
-    longest : int or None
-        Rows that a sequence may have, where positions or distances limit them.
+    ``weights`` are not kept, except for an embedding that is float32 already. ``longest`` is the
+    most rows of a sequence, or None if neither positions nor distances limit it. Raises ValueError
+    or TypeError that names the weight with a wrong shape, dtype or type.
     """
 
     config: EncoderConfig
@@ -201,14 +166,10 @@ class PackedEncoder(PackedStack):
     ) -> Tensor:
         """Return the encoder's output, [rows, model_size] float32.
 
-        Parameters
-        ----------
-        row_begins : Tensor
-            [sequences + 1] int64: the first row of each sequence, then the number of rows.
-        positions : Tensor
-            [rows] int64: indices of the position embeddings to add, if the model has them.
-        tokens, inputs : Tensor
-            [rows] int64, or [rows, model_size] float32. Exactly one of them is given.
+        ``row_begins``, [sequences + 1] int64, is the first row of each sequence, then the number of
+        rows. ``positions``, [rows] int64, index the position embeddings, if the model has them.
+        Exactly one of ``tokens``, [rows] int64, and ``inputs``, [rows, model_size] float32, is
+        given.
         """
         out: Tensor = ops.encoder_forward(*self.of_model, tokens, inputs, positions, row_begins)
         return out
@@ -225,12 +186,9 @@ def pack_convolution(weight: Tensor, bias: Tensor | None, dtype: str) -> PackedL
 
 
 class AudioEncoder:
-    """Two convolutions, each followed by GELU, and an encoder that takes rows.
+    """Two convolutions, each followed by GELU, and an encoder that reads rows.
 
-    Parameters
-    ----------
-    parts : mapping of str to PackedEncoder or PackedLinear
-        The "encoder", and the convolutions by their names.
+    ``parts`` has the "encoder", and the convolutions by their names.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -255,17 +213,9 @@ class AudioEncoder:
         return 2 * self.positions
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return memories, [B, positions, model_size] float32.
+        """Return memories, [B, positions, model_size] float32, of features [B, channels, frames].
 
-        Parameters
-        ----------
-        features : Tensor
-            [B, channels, frames] floats on the CPU.
-
-        Raises
-        ------
-        ValueError
-            Features of another shape.
+        Raises ValueError for features of another shape.
         """
         shape = list(features.shape)
         if len(shape) != 3 or shape[1:] != [self.channels, self.frames]:

@@ -79,18 +79,8 @@ def _check_encoder(encoder: PackedEncoder) -> None:
 class PackedEncoderDecoder:
     """Packed parts of an encoder-decoder model, to save or as loaded.
 
-    Parameters
-    ----------
-    parts : mapping of str to PackedDecoder, PackedEncoder or PackedLinear
-        The "decoder", optionally the "encoder", and linear layers by other names, all of one
-        format.
-
-    Attributes
-    ----------
-    parts : dict
-        The parts.
-    weight_format : str
-        Weight format of the decoder.
+    ``parts`` has the "decoder", optionally the "encoder", and linear layers by other names, all of
+    one format. ``weight_format`` is the decoder's.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
@@ -139,13 +129,7 @@ class PackedEncoderDecoder:
         return model
 
     def take(self, memory: Tensor) -> None:
-        """Take the weights, packed for this process, and check them.
-
-        Raises
-        ------
-        RuntimeError, TypeError, ValueError
-            They do not fit.
-        """
+        """Take the weights, packed for this process; raises if they do not fit."""
         self.parts = {}
         for name, of in self._tensors.items():
             tensors = []

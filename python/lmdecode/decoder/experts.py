@@ -21,33 +21,21 @@ class ExpertsConfig:
     """Sizes and switches of feed-forward layers that consist of experts.
 
     A token's output is ``sum(weight * expert(x))`` over the experts that its router chose, and
-    ``shared(x)``, where there is a shared expert. An expert is
-    ``down(activation(gate(x)) * up(x))`` with the model's activation.
+    ``shared(x)``, if there is a shared expert. An expert is ``down(activation(gate(x)) * up(x))``
+    with the model's activation. ``num_chosen`` is the experts of a token, ``size`` the inner
+    features of one; ``layers`` says which layers have experts. Raises ValueError or TypeError that
+    names the argument.
 
-    Parameters
-    ----------
-    num_experts, num_chosen, size : int
-        Experts of a layer, those of a token, and the inner features of one.
-    layers : tuple of bool
-        Which layers have experts; the others have a feed-forward layer.
-    router : {"softmax", "softmax_of_chosen", "sigmoid"}
-        What weights are: the softmax of the logits of all experts, or of those that were chosen; or
-        the sigmoid of each. The largest are chosen, with ``router_choice_bias`` added where there
-        is one, which weights do not have. Of equal ones the lower index is chosen.
-    normalized : bool
-        Weights are divided by their sum + ``epsilon``, after they were chosen.
-    epsilon, scale : float
-        See there, of ``"sigmoid"`` alone; and what weights are multiplied by at last.
-    alpha, limit : float, optional
-        Where given, an expert is ``down(g * sigmoid(alpha * g) * (u + 1))``, g being ``gate(x)``
-        of at most ``limit``, and ``u`` = ``up(x)`` within ``-limit`` and ``limit``.
-    shared_size : int
-        Inner features of the shared expert, whose weights are ``ffn_up`` and so on. 0: none.
+    ``router`` says what weights are: the "softmax" of the logits of all experts, the
+    "softmax_of_chosen" ones, or the "sigmoid" of each. The largest are chosen, after
+    ``router_choice_bias`` is added, which is no part of the weights; ties go to the lower index.
+    With ``normalized``, weights are then divided by their sum + ``epsilon`` (for "sigmoid" alone),
+    and at last multiplied by ``scale``.
 
-    Raises
-    ------
-    ValueError, TypeError
-        Names the argument, what came and what was expected.
+    With ``alpha`` and ``limit``, an expert is ``down(g * sigmoid(alpha * g) * (u + 1))``, where
+    ``g`` is ``min(gate(x), limit)`` and ``u`` is ``up(x)`` clamped to ``-limit`` and ``limit``.
+    ``shared_size`` is the inner features of the shared expert (its weights are ``ffn_up`` and so
+    on); 0: none.
     """
 
     num_experts: int
@@ -114,14 +102,9 @@ NO_SIZES, NO_NUMBERS = [0] * 7, [0.0] * 4
 
 
 class ExpertMatrices(Sequence[LinearWeight]):
-    """The matrices of one kind of a layer's experts, each read when it is asked for.
+    """The matrices of one kind of a layer's ``count`` experts, each read when it is asked for.
 
-    Parameters
-    ----------
-    count : int
-        Of experts.
-    read : callable
-        Returns the [out, in] matrix of an expert.
+    ``read`` returns the [out, in] matrix of an expert.
     """
 
     def __init__(self, count: int, read: Callable[[int], LinearWeight]) -> None:

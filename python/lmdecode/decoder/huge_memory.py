@@ -39,13 +39,7 @@ def new_memory(size: int, *, huge_pages: bool = True) -> Tensor:
 
 
 def gather(tensors: list[Tensor]) -> Tensor:
-    """Move the tensors, contiguous ones, to one memory, each at a multiple of 64 bytes.
-
-    Returns
-    -------
-    Tensor
-        The memory, uint8.
-    """
+    """Move contiguous tensors to one uint8 memory, each at a multiple of 64 bytes; return it."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     memory, at = new_memory(sum(sizes)), 0
     with torch.inference_mode(False):

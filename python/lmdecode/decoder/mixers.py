@@ -24,16 +24,11 @@ _MOST_TAPS = 16  # as in kMostTaps in csrc/decoder
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A causal convolution of each feature, with a gate before it and one behind it.
+    """A causal convolution of each feature, between two gates.
 
     The projection gives B, C and x, each [model_size]. The layer's output is ``C * conv(B * x)``.
-
-    Parameters
-    ----------
-    size : int
-        Features, the model's.
-    taps : int
-        Tokens that the convolution sees, the token's own among them.
+    ``size`` is ``model_size``; ``taps`` counts the tokens that the convolution reads, with the
+    current one.
     """
 
     size: int
@@ -69,23 +64,19 @@ class ShortConvolution:
 
 @dataclass(frozen=True)
 class GatedDeltaRule:
-    """A gated delta rule behind a causal convolution: Gated DeltaNet.
+    """A gated delta rule after a causal convolution: Gated DeltaNet.
 
-    The projection gives queries and keys [num_key_heads, key_size] each, values
-    [num_value_heads, value_size], then the output gate z of the values' shape, then b and a,
-    [num_value_heads] each. A convolution and SiLU act on queries, keys and values. Of each value
-    head with a state S [key_size, value_size], q and k of length 1, and q by ``key_size ** -0.5``:
+    The projection gives queries and keys [num_key_heads, key_size] each, values [num_value_heads,
+    value_size], then the output gate z of the values' shape, then b and a, [num_value_heads] each.
+    A convolution and SiLU act on queries, keys and values. Each value head has a state S [key_size,
+    value_size]; q and k are scaled to length 1, and q by ``key_size ** -0.5``:
 
         S = exp(decay * softplus(a + decay_bias)) S
         S += k (sigmoid(b) (v - S^T k))^T
         out = rms_norm(S^T q) * silu(z)
 
-    Parameters
-    ----------
-    num_key_heads, num_value_heads, key_size, value_size : int
-        Sizes; a key head is of ``num_value_heads / num_key_heads`` consecutive value heads.
-    taps : int
-        Tokens that the convolution sees, the token's own among them.
+    A key head serves ``num_value_heads / num_key_heads`` consecutive value heads. ``taps`` counts
+    the tokens that the convolution reads, with the current one.
     """
 
     num_key_heads: int
@@ -133,29 +124,20 @@ class GatedDeltaRule:
 
 @dataclass(frozen=True)
 class Mamba2:
-    """The state space of Mamba-2 behind a causal convolution.
+    """The state space of Mamba-2 after a causal convolution.
 
-    The projection gives the gate z and x, [num_heads, value_size] each, then B and C
-    [num_groups, key_size] each, then dt [num_heads]. A convolution and SiLU act on x, B and C. Of
-    each head with a state H [key_size, value_size], and its group's B and C:
+    The projection gives the gate z and x, [num_heads, value_size] each, then B and C [num_groups,
+    key_size] each, then dt [num_heads]. A convolution and SiLU act on x, B and C. Each head has a
+    state H [key_size, value_size], and uses its group's B and C:
 
         step = softplus(dt + decay_bias), not below least_step nor above most_step
         H = exp(decay * step) H + B (step x)^T
         out = H^T C + mixer_skip x
 
-    The layer gives ``norm(out * silu(z))``, with ``norm_first`` ``norm(out) * silu(z)``. It is an
-    RMS norm of each group's features, and is there where there is a ``mixer_norm_gamma``.
-
-    Parameters
-    ----------
-    num_groups, num_heads, key_size, value_size : int
-        Sizes; a group is of ``num_heads / num_groups`` consecutive heads.
-    taps : int
-        Tokens that the convolution sees, the token's own among them.
-    norm_first : bool
-        Whether the norm is before the gate.
-    least_step, most_step : float
-        Limits of steps, from 0 on; infinity is none.
+    The layer returns ``norm(out * silu(z))``, with ``norm_first`` ``norm(out) * silu(z)``: an RMS
+    norm of each group's features, if there is a ``mixer_norm_gamma``. A group has ``num_heads /
+    num_groups`` consecutive heads. ``taps`` counts the tokens that the convolution reads, with the
+    current one. ``most_step`` may be infinite.
     """
 
     num_groups: int
@@ -235,13 +217,9 @@ def checked_mixers(
 ) -> tuple[Mixer | None, ...]:
     """Return a mixer of each layer, None for attention; an empty sequence is attention everywhere.
 
-    With attention beside it every layer has a ``Mamba2``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Another number of entries, no layer with attention, or mixers that differ; with attention
-        beside them another mixer than ``Mamba2``, or none.
+    If attention is beside the mixers, every layer has a ``Mamba2``. Raises ValueError or TypeError
+    for another number of entries, no layer with attention, mixers that differ, or, beside
+    attention, anything but ``Mamba2``.
     """
     mixers = tuple(_mixer(op, value) for value in values) or (None,) * num_layers
     if len(mixers) != num_layers:

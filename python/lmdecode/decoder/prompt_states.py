@@ -14,17 +14,10 @@ __all__ = ["PromptStates", "StoredFormat", "lengths_to_store"]
 
 
 def lengths_to_store(store: Any, begin: int, end: int) -> list[int]:
-    """Return the lengths at which a prompt is stored that is read from a length to another.
+    """Return the lengths at which to store a prompt of ``end`` tokens; ``begin`` are in caches.
 
-    Where layers keep states, a prefix is found at one of these lengths alone: at ends of slots, at
-    most one of which in ``CHECKPOINT_INTERVAL`` tokens, and at the end.
-
-    Parameters
-    ----------
-    store : KVStore
-        That is written to.
-    begin, end : int
-        The tokens that are known to the caches, and all of those to be stored.
+    If layers keep states, a prefix is found at one of these lengths alone: at ends of slots, at
+    most one in ``CHECKPOINT_INTERVAL`` tokens, and at the end.
     """
     if begin >= end:
         return []
@@ -64,16 +57,9 @@ class StoredFormat(Protocol):
 
 
 class PromptStates:
-    """Keys and values of a prompt that grows, and its state, as a store takes and gives them.
+    """Keys and values of a growing prompt of at most ``capacity`` tokens, and its state.
 
-    What has been given away does not change.
-
-    Parameters
-    ----------
-    fingerprint : StoredFormat
-        Of the store.
-    capacity : int
-        The most tokens.
+    They have the form in which a store takes and returns them. Returned tensors do not change.
     """
 
     def __init__(self, fingerprint: StoredFormat, capacity: int) -> None:

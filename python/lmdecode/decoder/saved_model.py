@@ -118,18 +118,10 @@ def _files_before(folder: Path) -> set[str]:
 
 
 def save_packed(folder: Path, model: PackedModel, files: Mapping[str, bytes], **more: Any) -> None:
-    """Write a model to a folder, which is made; one that is there is replaced.
+    """Write a model to a folder, created if missing; a model in it is replaced, with its files.
 
-    One writer at a time. Of the model that is replaced the files go that were made for it.
-
-    Parameters
-    ----------
-    folder, model
-        Where, and what.
-    files
-        Beside the weights, by their names; the manifest names them.
-    **more
-        Kept in the manifest, to be returned by ``load_packed``.
+    One writer at a time. ``files``, beside the weights, are by name; the manifest lists them and
+    keeps ``more``, which ``load_packed`` returns.
     """
     folder.mkdir(parents=True, exist_ok=True)
     memory = [bytes_of(buffer) for buffer in model.buffers()]
@@ -179,14 +171,9 @@ def _take(model: PackedModel, memory: Tensor) -> None:
 
 
 def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dict[str, Any]]:
-    """Return the model of a folder, its weights mapped, and what was kept beside.
+    """Return a folder's model, with mapped weights, and the further entries of its manifest.
 
-    Raises
-    ------
-    FileNotFoundError
-        The folder has no manifest.
-    ValueError
-        It is damaged, or of another version.
+    Raises FileNotFoundError without a manifest, ValueError if it is damaged or of another version.
     """
     manifest = _read_manifest(folder)
     try:

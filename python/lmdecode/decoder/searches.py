@@ -49,24 +49,10 @@ def check_length(op: str, name: str, length: int, decoder: PackedDecoder | Devic
 class DecodingSearches:
     """Searches of a decoder, and everything that they need.
 
-    Parameters
-    ----------
-    tries : sequence of Trie or None, optional
-        [slots]: what is generated in each is held to. They may be changed, in the attribute.
-    own_bytes
-        Searches that need no more memory have their own, and may be kept. Others take the
-        decoder's spare memory, which may be larger.
-
-    Attributes
-    ----------
-    state, parameters
-        See ``lmdecode.beam.state``; slot ``r * num_groups + g`` is group g of request r.
-    token_rules, caches
-        See there.
-    tries : list of Trie or None
-        See above.
-    has_own_memory : bool
-        See ``own_bytes``.
+    ``tries``, one for each slot or None, restrict the generated tokens; the list may be changed.
+    Searches that need at most ``own_bytes`` have memory of their own (``has_own_memory``), and may
+    be kept. Others take the decoder's spare memory, which may be larger. Slot ``r * num_groups +
+    g`` of ``state`` and ``parameters`` (see ``lmdecode.beam.state``) is group g of request r.
     """
 
     def __init__(
@@ -107,14 +93,9 @@ class DecodingSearches:
         self._first_part = max(1, _BYTES_OF_FIRST_PART // max(1, weights))
 
     def read_memory(self, memory: Tensor, lengths: Tensor, requests: Tensor) -> None:
-        """Compute the keys and values of memories.
+        """Compute the keys and values of memories, [n, source, memory_size] float32.
 
-        Parameters
-        ----------
-        memory : Tensor
-            [n, source, memory_size] float32.
-        lengths, requests : Tensor
-            [n] int64: how much of each counts, and whose it is.
+        ``lengths`` and ``requests``, [n] int64, are the valid positions of each, and its request.
         """
         ops.decoding_read_memory_(
             *self.decoder.of_layers,
@@ -131,16 +112,12 @@ class DecodingSearches:
         stop_when_done: bool = False,
         logits: Tensor | None = None,
     ) -> int:
-        """Do steps until all searches have ended, or one has; return how many.
+        """Do steps until all searches have ended, or one has; return the number of steps.
 
-        A signal, such as Ctrl-C, is handled between two steps: they may go on afterwards.
-
-        Parameters
-        ----------
-        logits : Tensor, optional
-            [rows of the caches, V] float32: the last ones of each row are written to it. With
-            [2, rows, V] the second half gets the scores: the logits after the rules, with beams
-            the log-probabilities after them.
+        A signal, such as Ctrl-C, is handled between two steps; the searches can continue
+        afterwards. ``logits``, [rows of the caches, V] float32, receives the last logits of each
+        row. With [2, rows, V] the second half gets the scores: the logits after the rules, with
+        beams the log-probabilities after them.
         """
         part, done = self._first_part, 0
         counts_ended = stop_when_done and max_steps > part
@@ -167,18 +144,11 @@ class DecodingSearches:
         return (state.done == 0) & (state.status == 0) & is_short
 
     def read_tokens(self, logits: Tensor | None = None) -> Tensor:
-        """Read the last token of every beam of the searches that go on, and choose none.
+        """Read the last token of every beam of the searches that go on; return the logits.
 
-        Parameters
-        ----------
-        logits : Tensor, optional
-            [rows of the caches, V] float32: it is written to, in the rows that are read. With
-            [2, rows, V] the second half gets the scores: the log-probabilities after the rules.
-
-        Returns
-        -------
-        Tensor
-            These, or new ones, 0 in rows that are not read.
+        No token is chosen. ``logits``, new ones by default, is [rows of the caches, V] float32;
+        only rows that are read are written, and others of new logits are 0. With [2, rows, V] the
+        second half gets the scores: the log-probabilities after the rules.
         """
         if logits is None:
             rows = self.caches.table.shape[0]
@@ -195,15 +165,11 @@ class DecodingSearches:
         self.choose(self.read_tokens(values)[1])
 
     def choose(self, logits: Tensor) -> None:
-        """Choose the next beams of the searches that go on, by logits of the caller.
+        """Choose the next beams of the searches that go on, from the caller's logits.
 
-        The token rules are not applied. Searches of one group alone.
-
-        Parameters
-        ----------
-        logits : Tensor
-            [rows of the caches, V] float32, -inf where a token is forbidden: those of
-            ``read_tokens`` after the caller's rules.
+        ``logits``, [rows of the caches, V] float32, are those of ``read_tokens`` after the caller's
+        rules, -inf where a token is forbidden. The token rules are not applied. Only for searches
+        of one group.
         """
         state, beams = self.state, self.state.scores.shape[1]
         dialect, _, _, num_candidates = self._options

@@ -12,14 +12,9 @@ Thing = TypeVar("Thing")
 
 
 class Spares(Generic[Thing]):
-    """Pool of unused objects by key, which keeps the last ones that were returned to it.
+    """Pool of unused objects by key; it keeps the last ``most`` that were returned to it.
 
     A taken object leaves the pool until it is given back, so threads never share one.
-
-    Parameters
-    ----------
-    most
-        Capacity of the pool.
     """
 
     def __init__(self, most: int) -> None:

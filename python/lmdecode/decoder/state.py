@@ -18,22 +18,12 @@ BLOCK = 16  # floats: heads and sources are padded to it
 class DecodingCaches(NamedTuple):
     """Keys and values, which stay where they were written.
 
-    ``rows`` are the slots' beams, heads are padded to a multiple of 16 floats.
-
-    Attributes
-    ----------
-    self_keys, self_values : Tensor
-        [layers, rows, heads, capacity, padded head] float32.
-    cross_keys : Tensor
-        [layers, requests, heads, padded head, source] float32: the source runs along memory.
-    cross_values : Tensor
-        [layers, requests, heads, source, padded head] float32.
-    memory_lengths : Tensor
-        [requests] int64.
-    table : Tensor
-        [rows, capacity] int32: the row of ``self_keys`` that holds each position of a beam.
-    cached_lengths : Tensor
-        [requests] int64: positions whose keys have been written.
+    ``rows`` are the slots' beams; heads are padded to a multiple of 16 floats. ``self_keys`` and
+    ``self_values`` are [layers, rows, heads, capacity, padded head] float32; ``cross_keys``
+    [layers, requests, heads, padded head, source] and ``cross_values`` [layers, requests, heads,
+    source, padded head] float32; ``memory_lengths`` [requests] int64. ``table``, [rows, capacity]
+    int32, is the row of ``self_keys`` that holds each position of a beam. ``cached_lengths``,
+    [requests] int64, is the number of positions with keys.
     """
 
     self_keys: Tensor
@@ -73,14 +63,9 @@ def new_caches(
     source: int,
     memory: Tensor | None = None,
 ) -> DecodingCaches:
-    """Return caches in which nothing has been written, lengths 0.
+    """Return empty caches, with lengths 0.
 
-    Parameters
-    ----------
-    config, requests, rows, capacity, source
-        Sizes; see ``DecodingCaches``.
-    memory : Tensor, optional
-        ``caches_bytes`` of uint8 for keys and values to lie in.
+    ``memory`` holds the keys and values: uint8, ``caches_bytes`` of these sizes.
     """
     shapes = _cache_shapes(config, requests, rows, capacity, source)
     with torch.inference_mode(False):

@@ -98,18 +98,9 @@ def _batches(lengths: Sequence[int], max_tokens: int, most: int) -> Iterator[lis
 
 
 class Translator:
-    """Searches any number of sources, all as one request says.
+    """Searches any number of sources, all with one request. Thread-safe.
 
-    Any number of threads may use it.
-
-    Parameters
-    ----------
-    decoder
-        That searches.
-    request
-        How to search.
-    renormalizes : bool
-        Whether the first step is that of ``DecodingSearches.choose_first``.
+    With ``renormalizes`` the first step is ``DecodingSearches.choose_first``.
     """
 
     def __init__(
@@ -124,22 +115,11 @@ class Translator:
         lengths: Sequence[int],
         max_tokens: int,
     ) -> list[BeamResult]:
-        """Search each source.
+        """Search each source; return the results in the order of the sources (ids: 0, 1, ...).
 
-        Parameters
-        ----------
-        encode
-            Of the numbers of sources: their memories [n, S, M] float32, and how much of each
-            counts, [n] int64.
-        lengths
-            Of the sources.
-        max_tokens
-            Of those that are searched together, with padding.
-
-        Returns
-        -------
-        list of BeamResult
-            In the order of the sources; their ids are the numbers of the sources.
+        ``encode`` takes indices of n sources; it returns their memories, [n, S, M] float32, and the
+        valid positions of each, [n] int64. ``lengths`` are the sources' lengths. At most
+        ``max_tokens``, padding included, are searched together.
         """
         results: dict[int, BeamResult] = {}
         request = self._request

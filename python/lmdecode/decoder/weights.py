@@ -53,24 +53,13 @@ def pack_layer(config: Any, layer: Any, weight_format: str) -> list[Tensor]:
 
 
 class PackedStack:
-    """The layers of a decoder or of an encoder, and what is before and behind them, packed once.
+    """The layers of a decoder or an encoder, with the weights around them, packed once.
 
-    Attributes
-    ----------
-    config
-        Of the stack.
-    weight_format : {"float32", "bfloat16", "int8", "int4"}
-        What linear weights are held as.
-    tensors : list of Tensor
-        float32, or uint8 of packed weights; of what is not there, empty ones. The first is the
-        embedding, which is not copied where it is float32 already, the others lie in the memory.
-    layer_tensors : list of Tensor
-        Those of the layers.
-    memory, layout : Tensor
-        uint8 [bytes], and int64 [layers + 1, columns]: where each part lies. See
-        csrc/bindings/decoder_checks.h.
-    of_layers, of_model : tuple
-        What the ops take that read the layers alone, and all of it.
+    ``tensors`` are float32, or uint8 if packed; missing ones are empty. The first is the embedding,
+    which is not copied if it is float32 already; the others are views of ``memory``, uint8 [bytes].
+    ``layer_tensors`` are those of the layers. ``layout``, int64 [layers + 1, columns], is the place
+    of each part: see csrc/bindings/decoder_checks.h. ``of_layers`` and ``of_model`` are the
+    arguments of ops that read the layers alone, or all of it.
     """
 
     config: Any
@@ -145,30 +134,11 @@ class PackedStack:
 class PackedDecoder(PackedStack):
     """A decoder's weights, packed once.
 
-    Parameters
-    ----------
-    config : DecoderConfig
-        Of the decoder.
-    weights : DecoderWeights
-        See there; not kept, but for the embeddings where they are float32 already.
-    weight_format : {"float32", "bfloat16", "int8", "int4"}
-        What linear weights are held as.
-
-    Attributes
-    ----------
-    device : torch.device
-        The CPU.
-    num_positions, num_distances : int or None
-        That there are embeddings, or relative biases, for.
-    spare_memory : SpareMemory
-        Of searches: their caches and scratch.
-    translators : dict
-        What ``Decoding.translate`` keeps from call to call, by what was asked for.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Names what has a wrong shape, dtype or type.
+    ``weights`` are not kept, except for embeddings that are float32 already. ``num_positions`` and
+    ``num_distances`` count the position embeddings and the relative biases, or are None.
+    ``spare_memory`` holds caches and scratch of searches. ``translators`` is the cache of
+    ``Decoding.translate``, by its settings. Raises ValueError or TypeError that names the weight
+    with a wrong shape, dtype or type.
     """
 
     config: DecoderConfig

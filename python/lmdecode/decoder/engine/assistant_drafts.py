@@ -31,15 +31,9 @@ __all__ = ["Assistant", "AssistantDrafts"]
 class Assistant(ChosenDrafts):
     """Settings of an assistant, a ``Drafting``.
 
-    Attributes
-    ----------
-    model : PackedCausalModel
-        The assistant.
-    vocab_size : int
-        Number of tokens of the model whose texts these are. The assistant may have more or fewer:
-        vocabularies of one tokenizer are padded differently.
-    cache_dtype : str
-        Format of its keys and values.
+    ``vocab_size`` is the number of tokens of the model that is drafted for; the assistant may have
+    more or fewer, since vocabularies of one tokenizer are padded differently. ``cache_dtype`` is
+    the format of the assistant's caches.
     """
 
     model: PackedCausalModel
@@ -57,16 +51,9 @@ class Assistant(ChosenDrafts):
 
 
 class _Text(DraftedText):
-    """A text of the assistant.
+    """A text of the assistant: its prompt, and the chosen tokens after it.
 
-    Attributes
-    ----------
-    sequence : ReadSequence
-        Its prompt.
-    new : list of int
-        The chosen tokens after the prompt.
-    read : int
-        Number of tokens in the caches that follow the prompt: of ``new``, then of ``draft``.
+    ``read`` is the number of tokens in the caches after the prompt: of ``new``, then of ``draft``.
     """
 
     def __init__(self, sequence: ReadSequence, ends: Collection[int], size: int) -> None:
@@ -91,21 +78,10 @@ class _Text(DraftedText):
 class AssistantDrafts:
     """A ``DraftSource``: the tokens that an assistant chooses, with the noise of the texts.
 
-    The assistant reads the prompts with caches of its own. A text has drafts once its prompt is
-    read; prompts with a common prefix share it, as those of an ``Engine`` do. A text beyond the
-    assistant's positions has none, and one with tokens that the assistant does not have has none
-    from there on.
-
-    Parameters
-    ----------
-    settings : Assistant
-        Its settings.
-    rows, capacity : int
-        Number of texts, and maximum number of tokens that are read of each.
-    dialect : str
-        As of ``Sampler``.
-    max_step_tokens : int
-        Maximum number of prompt tokens that are read before the drafts of a step.
+    The assistant reads the prompts, at most ``max_step_tokens`` before the drafts of a step, with
+    caches of its own: ``rows`` texts of ``capacity`` tokens. A text has drafts once its prompt is
+    read; prompts with a common prefix share it, as in an ``Engine``. A text beyond the assistant's
+    positions has none, and a text with tokens that the assistant lacks has none from there on.
     """
 
     def __init__(

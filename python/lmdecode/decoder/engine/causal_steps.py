@@ -22,18 +22,8 @@ __all__ = ["CausalSteps"]
 class CausalSteps:
     """``ModelSteps`` of a decoder-only model: parts of prompts are read beside running sequences.
 
-    Parameters
-    ----------
-    caches : CausalCaches
-        The caches of the sequences.
-    max_step_tokens : int
-        Maximum number of tokens in a step.
-    store : KVStore or None
-        Store that prompts are loaded from and written to.
-    drafts : Drafts or None
-        Drafts of sampled sequences.
-    most_rows : int
-        Maximum number of tokens of sampled sequences in a step with drafts.
+    A step has at most ``max_step_tokens``; with drafts, at most ``most_rows`` of them belong to
+    sampled sequences. Prompts are loaded from and written to ``store``.
     """
 
     def __init__(

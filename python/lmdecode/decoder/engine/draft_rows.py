@@ -26,17 +26,12 @@ _MOST_ROWS = 16
 
 @dataclass(frozen=True)
 class ChosenDrafts:
-    """Settings of drafts whose tokens are chosen one by one: those of a ``Drafting``.
+    """Settings of a ``Drafting`` that chooses its tokens one by one.
 
-    Attributes
-    ----------
-    num_tokens : int
-        Number of tokens of a draft.
-    confidence_threshold : float
-        A draft ends with a token of a lower probability; 0: with none.
-    schedule : {"constant", "heuristic_transient"}
-        "heuristic_transient": a text's drafts get 2 tokens longer, up to 4 times ``num_tokens``,
-        when all were accepted, and else a token shorter.
+    A draft has ``num_tokens``, and ends early with a token of a lower probability than
+    ``confidence_threshold``. With the schedule "heuristic_transient" a text's drafts get 2 tokens
+    longer, up to 4 times ``num_tokens``, when all were accepted, and else a token shorter; with
+    "constant" they do not change.
     """
 
     num_tokens: int
@@ -55,17 +50,7 @@ class ChosenDrafts:
 
 
 class DraftedText:
-    """A text with drafts.
-
-    Attributes
-    ----------
-    ends : collection of int
-        Tokens that end it.
-    size : int
-        Number of tokens of its next draft.
-    draft : list of int
-        The last draft.
-    """
+    """A text with drafts: the tokens that end it, the next draft's size, the last draft."""
 
     def __init__(self, ends: Collection[int], size: int) -> None:
         self.ends, self.size = ends, size
@@ -82,17 +67,7 @@ T = TypeVar("T", bound=DraftedText)
 
 
 class DraftRows(Generic[T]):
-    """Texts with drafts, a row of a sampler each.
-
-    Parameters
-    ----------
-    settings : ChosenDrafts
-        Their settings.
-    rows, vocab : int
-        Number of texts, and of tokens.
-    dialect : str
-        As of ``Sampler``.
-    """
+    """Up to ``rows`` texts with drafts, a row of a sampler with ``dialect`` each."""
 
     def __init__(self, settings: ChosenDrafts, rows: int, vocab: int, dialect: str) -> None:
         self._settings, self._vocab = settings, vocab
@@ -136,14 +111,9 @@ class DraftRows(Generic[T]):
         return right
 
     def draft(self, rooms: dict[T, int], logits_of: Callable[[list[T]], Tensor]) -> None:
-        """Draft tokens of texts.
+        """Draft tokens of texts, at most as many as their ``rooms``.
 
-        Parameters
-        ----------
-        rooms
-            Maximum number of tokens of texts.
-        logits_of
-            Returns the logits, [n, V], behind the drafts of n texts.
+        ``logits_of`` returns the logits, [n, V], after the drafts of n texts.
         """
         rows = [row for row, text in enumerate(self._texts) if rooms.get(text, 0) > 0]
         while rows:

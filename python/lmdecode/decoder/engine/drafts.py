@@ -17,14 +17,8 @@ __all__ = ["DraftAsk", "DraftSource", "Drafting", "Drafts", "HiddenRows", "Hidde
 class DraftAsk(NamedTuple):
     """A text that a draft is asked for.
 
-    Attributes
-    ----------
-    row : int
-        Its row.
-    new : list of int
-        The tokens that were chosen since the last ask: first the accepted ones of the last draft.
-    room : int
-        Maximum number of tokens of the draft; 0: none is wanted.
+    ``new`` are the tokens that were chosen since the last ask: first the accepted ones of the last
+    draft. ``room`` is the maximum number of tokens of the draft; 0: none is wanted.
     """
 
     row: int
@@ -38,19 +32,7 @@ class DraftSource(Protocol):
     def begin(
         self, row: int, prompt: Sequence[int], rules: RowRules, ends: Collection[int]
     ) -> None:
-        """Begin a text.
-
-        Parameters
-        ----------
-        row
-            0 to the number of rows - 1, without a text.
-        prompt
-            Its prompt.
-        rules
-            How its tokens are chosen.
-        ends
-            Tokens that end it.
-        """
+        """Begin a text in a row without one; ``rules`` choose its tokens, ``ends`` end it."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
         """Return a draft for each ask, which may be empty; every row is asked for at most once."""
@@ -60,19 +42,11 @@ class DraftSource(Protocol):
 
 
 class HiddenRows(NamedTuple):
-    """What a model has behind its final norm of tokens of a text that it has read.
+    """Outputs of a model's final norm, [n, D] float32, for tokens of a text that it has read.
 
-    Attributes
-    ----------
-    row : int
-        The text's row.
-    begin : int
-        Number of tokens of the prompt before these; -1: these follow the prompt. Then they are the
-        last chosen token and the draft behind it.
-    tokens : sequence of int
-        The tokens of a prompt.
-    hidden : Tensor
-        [n, D] float32.
+    ``begin`` is the number of tokens of the prompt before these. -1: these follow the prompt; they
+    are the last chosen token and the draft after it, and ``tokens``, which are of a prompt, is
+    empty.
     """
 
     row: int
@@ -110,13 +84,7 @@ class Drafting(Protocol):
 
 
 class Drafts:
-    """A source of drafts that may fail: texts then go on without drafts, after a warning.
-
-    Parameters
-    ----------
-    source : DraftSource
-        The source.
-    """
+    """A source of drafts that may fail: texts then go on without drafts, after a warning."""
 
     def __init__(self, source: DraftSource) -> None:
         self._source: DraftSource | None = source

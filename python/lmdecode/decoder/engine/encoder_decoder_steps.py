@@ -27,16 +27,8 @@ class EncoderDecoderSteps:
     before. Row ``place * num_beams + b`` of the caches belongs to beam b. The rows are the
     ``places`` of sequences.
 
-    Parameters
-    ----------
-    decoder : PackedDecoder
-        The packed decoder of the model.
-    max_requests, num_beams : int
-        Number of places, and of rows of each.
-    capacity, source : int
-        Maximum number of tokens of a row, and of positions of a memory.
-    max_step_tokens : int
-        Maximum number of input positions encoded before a step. One longer input is encoded alone.
+    A row has at most ``capacity`` tokens, a memory at most ``source`` positions. Before a step at
+    most ``max_step_tokens`` input positions are encoded; a longer input is encoded alone.
     """
 
     def __init__(

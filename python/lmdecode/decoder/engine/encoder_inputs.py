@@ -43,15 +43,7 @@ class Encoder(Protocol):
 
 
 class EncoderInput(NamedTuple):
-    """A checked input.
-
-    Attributes
-    ----------
-    positions : int
-        Number of positions of its memory.
-    encode : callable
-        Returns the memory, [positions, memory_size] float32.
-    """
+    """A checked input; ``encode`` returns its memory, [positions, memory_size] float32."""
 
     positions: int
     encode: Callable[[], Tensor]
@@ -59,16 +51,9 @@ class EncoderInput(NamedTuple):
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """The inputs of an engine.
+    """The inputs of an engine: at most ``source`` positions of ``memory_size`` each.
 
-    Attributes
-    ----------
-    encoder : Encoder or None
-        None: only memories can be given.
-    source : int
-        Maximum number of positions of a memory.
-    memory_size : int
-        Size of a position.
+    Without an encoder only memories can be given.
     """
 
     encoder: Encoder | None

@@ -32,14 +32,8 @@ _DEFAULT_BEAMS = 4
 class EngineParts(NamedTuple):
     """Parts of an engine that depend on the kind of model.
 
-    Attributes
-    ----------
-    steps : ModelSteps
-        Runs the model.
-    submission : Submission
-        Checks requests.
-    max_requests : int
-        Number of slots.
+    ``steps`` runs the model, ``submission`` checks requests, ``max_requests`` is the number of
+    slots.
     """
 
     steps: ModelSteps

@@ -21,13 +21,7 @@ def next_size(most: int, num_right: int) -> int:
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """Settings of prompt lookup, a ``Drafting``.
-
-    Attributes
-    ----------
-    num_tokens, max_ngram : int
-        See ``prompt_lookup``.
-    """
+    """Settings of prompt lookup, a ``Drafting``: see ``prompt_lookup``."""
 
     num_tokens: int
     max_ngram: int
@@ -52,14 +46,8 @@ class PromptLookup:
 class LookupDrafts:
     """A ``DraftSource``: the tokens after an earlier occurrence of the last n-gram.
 
-    It proposes fewer tokens after a rejection.
-
-    Parameters
-    ----------
-    settings : PromptLookup
-        Its settings.
-    rows, capacity : int
-        Number of texts, and maximum length of one; another token may follow, which is never read.
+    It proposes fewer tokens after a rejection. A text has at most ``capacity`` tokens, and one more
+    that is never read.
     """
 
     def __init__(self, settings: PromptLookup, rows: int, capacity: int) -> None:

@@ -14,19 +14,12 @@ __all__ = ["ModelSteps", "StepLogits"]
 
 
 class StepLogits(NamedTuple):
-    """Logits of a step.
+    """Logits of a step, [rows, V] float32: the sampled sequences, then the beams of the searches.
 
-    Attributes
-    ----------
-    logits : Tensor
-        [rows, V] float32: the sampled sequences, then the beams of the searches. Sequences that
-        have just begun come last in each of the two.
-    begun : iterator of WrittenSequence
-        Sequences whose prompts were read in this step. Each leaves ``reading`` when the iterator
-        yields it, for its rows.
-    drafts : sequence of list of int
-        Drafts of the first sampled sequences, see ``DrawnRows.step``. A sequence with a draft has
-        logits after each of its tokens, too.
+    ``begun`` yields the sequences that finished their prompts in this step; they come last among
+    the sampled sequences, or among the beams. Each leaves ``reading`` when it is yielded.
+    ``drafts`` are drafts of the first sampled sequences, see ``DrawnRows.step``; such a sequence
+    has logits after each token of its draft, too.
     """
 
     logits: Tensor

@@ -26,10 +26,7 @@ __all__ = ["Mtp", "MtpDrafts"]
 class Mtp(ChosenDrafts):
     """Settings of drafts by multi-token prediction, a ``Drafting``.
 
-    Attributes
-    ----------
-    model : PackedCausalModel
-        ``mtp`` of the model that is drafted for.
+    ``model`` is the ``mtp`` of the model that is drafted for.
     """
 
     model: PackedCausalModel
@@ -42,20 +39,12 @@ class Mtp(ChosenDrafts):
 
 
 class _Row:
-    """What the layer has read of a row.
+    """The pairs that the layer has read of a row: a token, and the hidden row of the token before.
 
-    The layer reads pairs: a token, and the hidden row of the token before it.
-
-    Attributes
-    ----------
-    read : int
-        Number of pairs in its caches, but for those of a draft.
-    position : int
-        Number of tokens of the prompt that the model has read, as far as it is known.
-    gap : int
-        How many fewer pairs there are than such tokens: those that were read elsewhere.
-    hidden : Tensor
-        [n, D]: hidden rows of the last tokens, the next ones of which are not known yet.
+    ``read`` is the number of pairs in its caches, without those of a draft; ``position`` the known
+    number of prompt tokens that the model has read. ``gap`` is how many of these have no pair, as
+    they were read elsewhere. ``hidden``, [n, D], are the hidden rows of the last tokens, while
+    their next tokens are not known yet.
     """
 
     def __init__(self) -> None:
@@ -73,20 +62,10 @@ class _Text(DraftedText):
 
 
 class MtpDrafts:
-    """A ``HiddenSource``: tokens that a layer predicts from what the model has computed.
+    """A ``HiddenSource``: tokens that a layer predicts from the model's hidden rows.
 
-    Of each accepted token it reads the model's hidden row; of a draft's tokens its own.
-
-    Parameters
-    ----------
-    settings : Mtp
-        Its settings.
-    rows, capacity : int
-        Number of texts, and maximum number of tokens that are read of each.
-    dialect : str
-        As of ``Sampler``.
-    max_step_tokens : int
-        Maximum number of tokens that the model reads in a step.
+    For accepted tokens it reads the model's hidden rows, for tokens of a draft its own. A text has
+    at most ``capacity`` tokens; the model reads at most ``max_step_tokens`` in a step.
     """
 
     def __init__(

@@ -26,16 +26,10 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 class Places:
     """The assignment of places to sequences, and the prompt tokens that each place holds.
 
-    Only keys and values of tokens read as a prompt are shared: those of generated tokens have other
-    bits. A freed place keeps its prompt until the place is needed. The place freed first is reused
-    first.
-
-    Parameters
-    ----------
-    caches : CausalCaches
-        The caches with these places.
-    shared : callable, optional
-        Is told what ``share`` has shared: the place, the other one, and the number of tokens.
+    Only keys and values of tokens read as a prompt are shared: generated tokens have other bits. A
+    freed place keeps its prompt until the place is needed. The place freed first is reused first.
+    ``shared`` is called with the arguments of each sharing: the place, the other one, and the
+    number of tokens.
     """
 
     def __init__(
@@ -107,11 +101,8 @@ class Places:
     def share(self, place: int, of: int, length: int) -> int:
         """Make a place begin with the first tokens of another, or go back to them if it is its own.
 
-        Returns
-        -------
-        int
-            With how many tokens it begins: where layers keep states, up to the last state that is
-            kept. 0: the place is empty.
+        Returns the number of tokens that it begins with: if layers keep states, up to the last
+        state that is kept. 0: the place is empty.
         """
         least = self._loaded.get(of, 0)
         parents = torch.arange(self._caches.sequences, device="cpu")

@@ -16,21 +16,10 @@ Part = tuple[S, int]  # (sequence, number of tokens)
 
 
 class PromptReader(Generic[S]):
-    """Sequences whose prompts are not read to their end, in order of arrival.
+    """Sequences with unread prompt tokens, in order of arrival.
 
-    Parameters
-    ----------
-    places : Places
-        The places of the sequences.
-    stored : StoredPrompts or None
-        Prompts in the store.
-
-    Attributes
-    ----------
-    sequences : list of ReadSequence
-        The sequences whose prompts are being read.
-    prompt_tokens, cached_tokens : int
-        Number of tokens that were computed, and that were shared or loaded.
+    ``prompt_tokens`` counts the tokens that were computed, ``cached_tokens`` those that were shared
+    or loaded from the store.
     """
 
     def __init__(self, places: Places, stored: StoredPrompts | None) -> None:

@@ -113,26 +113,12 @@ class Driver(Protocol):
 
 
 class RequestState:
-    """What an engine and the handles of a request share.
+    """The state that an engine and the handles of a request share.
 
-    Attributes
-    ----------
-    prompt_ids : tuple of int
-        The submitted prompt.
-    tokens : list of int
-        The tokens that have been chosen.
-    logprobs : list of TokenLogprob or None
-        The same tokens, if log-probabilities were requested.
-    beams : BeamResult or None
-        The result of a search.
-    reason, error
-        Why the request has ended; None: it has not. What is raised behind the last token.
-    status : int
-        Of a step that could not choose a token, as in ``SamplerOutput``.
-    is_cancelled : bool
-        Whether the next step ends the request.
-    cached_tokens : int
-        See ``RequestStats``.
+    ``logprobs`` replace ``tokens`` for the reader, if requested; ``beams`` is the result of a
+    search. ``reason`` is None until the request has ended; ``error`` is raised after the last
+    token. ``status`` tells why a step could not choose a token, as in ``SamplerOutput``. With
+    ``is_cancelled`` the next step ends the request.
     """
 
     def __init__(self, prompt_ids: tuple[int, ...], driver: Driver) -> None:

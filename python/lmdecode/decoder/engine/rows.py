@@ -38,13 +38,7 @@ def _error_of(call: Callable[[], object]) -> BaseException | None:
 
 
 class FollowingCaches(Protocol):
-    """Caches whose places follow beams.
-
-    Attributes
-    ----------
-    sequences : int
-        Number of places.
-    """
+    """Caches with ``sequences`` places that follow beams."""
 
     sequences: int
 
@@ -67,14 +61,9 @@ def _asks(sequence: DrawnSequence) -> bool:
 class DrawnRows:
     """The sampled sequences, by their rows in a ``CompactSampler``.
 
-    Attributes
-    ----------
-    running : list of DrawnSequence
-        The sequences by row.
-    tokens : Tensor or None
-        [rows] int64: the next token of each row. None: rows have changed since they were chosen.
-    num_chosen, num_drafted, num_accepted : int
-        Number of all tokens so far, of those of drafts, and of chosen ones among these.
+    ``tokens``, [rows] int64, is the next token of each row, or None if rows have changed since.
+    ``num_chosen`` counts all tokens so far, ``num_drafted`` the tokens of drafts, and
+    ``num_accepted`` the chosen ones among these.
     """
 
     def __init__(self, rows: int, vocab: int, dialect: str) -> None:
@@ -116,14 +105,9 @@ class DrawnRows:
     def step(self, logits: Tensor, drafts: Sequence[list[int]] = ()) -> list[Ended]:
         """Choose a token for each sequence; return those that end, still in ``running``.
 
-        Parameters
-        ----------
-        logits : Tensor
-            [n, V] float32: of each sequence those after its last token, and after each token of its
-            draft.
-        drafts : sequence of list of int
-            Drafts of the first sequences, which may be empty. A sequence chooses further tokens
-            while they are those of its draft. Each has the bits of a step of its own.
+        ``logits``, [n, V] float32, follow each sequence's last token, and each token of its draft.
+        ``drafts`` are those of the first sequences; they may be empty. A sequence chooses further
+        tokens while they equal its draft, each with the bits of a step of its own.
         """
         if any(drafts):
             return self._step_drafted(logits, drafts)
@@ -274,14 +258,9 @@ def _logprobs(results: Results, tokens: list[int]) -> list[TokenLogprob]:
 class SearchedRows:
     """The sequences with searches. Their beams are rows of a ``BeamSearch``, each with a place.
 
-    Attributes
-    ----------
-    running : dict of Hashable to SearchedSequence
-        The sequences by the ids of ``BeamSearch``, in the order of rows.
-    places : list of int
-        Place of each row of the next step.
-    tokens : Tensor
-        [rows] int64: the next token of each row, without new prompts, which come last.
+    ``running`` has them by the ids of ``BeamSearch``, in the order of rows. ``places`` is the place
+    of each row of the next step; ``tokens``, [rows] int64, the next token of each row, without new
+    prompts, which come last.
     """
 
     def __init__(self, caches: FollowingCaches, vocab: int) -> None:

@@ -32,20 +32,10 @@ class Grammar(Protocol):
 class ReadSequence:
     """A sequence that reads its prompt, and has places or waits for them.
 
-    Attributes
-    ----------
-    prompt_ids : tuple of int
-        The prompt.
-    places : list of int
-        Its places of the caches; the first one reads the prompt.
-    read : int
-        Number of prompt tokens that have been read.
-    follows : tuple of (ReadSequence, int) or None
-        Another sequence that reads the same first tokens, which this one shares once they are read.
-    stops : set of int
-        Lengths at which parts of the prompt must end, for other sequences or the store.
-    keep_at : list of int
-        The lengths at which it is written to the store, ascending.
+    The first of its ``places`` reads the prompt; ``read`` is the number of tokens read. ``follows``
+    is another sequence and the number of first tokens to share with it once that one has read them.
+    ``stops`` are lengths at which parts of the prompt must end, for other sequences or the store;
+    ``keep_at`` are the lengths at which it is written to the store, ascending.
     """
 
     def __init__(self, prompt_ids: tuple[int, ...]) -> None:
@@ -74,12 +64,7 @@ class ReadSequence:
 class WrittenSequence(ReadSequence):
     """The sequence of a request.
 
-    Attributes
-    ----------
-    request : RequestState
-        Its request.
-    input : EncoderInput or None
-        For an encoder-decoder model: the input that is not encoded yet.
+    ``input`` is the input of an encoder-decoder model until it is encoded.
     """
 
     def __init__(
@@ -103,14 +88,7 @@ class WrittenSequence(ReadSequence):
 class DrawnSequence(WrittenSequence):
     """A sequence that samples its tokens, or takes the largest logit.
 
-    Attributes
-    ----------
-    rules : RowRules
-        Parameters of its row of a ``Sampler``.
-    num_logprobs : int
-        -1: none.
-    last : int
-        The next token to read.
+    ``num_logprobs`` is -1 for none; ``last`` is the next token to read.
     """
 
     def __init__(

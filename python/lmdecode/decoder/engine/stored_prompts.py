@@ -31,17 +31,8 @@ class _Copy:
 class StoredPrompts:
     """Prompts of an engine in a store. A failed load is a miss; a failed write is dropped.
 
-    Parameters
-    ----------
-    store : KVStore
-        A store with the model's fingerprint. It must stay open while the engine runs.
-    caches : CausalCaches
-        The engine's caches.
-
-    Attributes
-    ----------
-    has_windows : bool
-        Whether layers have a window. Such layers load only the last positions.
+    The store has the model's fingerprint, and must stay open while the engine runs. Layers with a
+    window (``has_windows``) load only the last positions.
     """
 
     def __init__(self, store: Any, caches: CausalCaches) -> None:

@@ -87,12 +87,8 @@ class _Asked(NamedTuple):
 class Submission:
     """Checks requests of an engine. Attributes not listed here are the ``Engine``'s.
 
-    Attributes
-    ----------
-    most_beams : tuple of (int, str)
-        The largest number of beams of a search, and the name of that limit.
-    inputs : EncoderInputs or None
-        Checks the input of an encoder-decoder model.
+    ``most_beams`` is the largest number of beams of a search, and the name of that limit.
+    ``inputs`` checks the inputs of an encoder-decoder model.
     """
 
     vocab: int
