@@ -14,20 +14,12 @@ __all__ = ["converted_tokenizer"]
 
 
 def converted_tokenizer(folder: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Return ``tokenizer.json`` and what belongs to it, by name, which transformers makes.
+    """Return ``tokenizer.json`` and the files that belong to it, by name, made by transformers.
 
-    Parameters
-    ----------
-    folder : str or path
-        Of a model whose tokenizer is of sentencepiece, or a vocabulary with its merges.
-
-    Raises
-    ------
-    ImportError
-        transformers is missing, or a package that it needs for this tokenizer.
-    ValueError
-        It cannot read the tokenizer, or has it only in a form that is slow; or a model of
-        sentencepiece has a rule that ``tokenizer.json`` cannot keep.
+    ``folder`` has a sentencepiece tokenizer, or a vocabulary with merges. Raises ImportError
+    without transformers, or a package that it needs for this tokenizer; and ValueError if
+    transformers cannot read it, has only a slow form of it, or it has a rule that
+    ``tokenizer.json`` cannot keep.
     """
     try:
         from transformers import AutoTokenizer

@@ -23,17 +23,8 @@ _OFF = ("decoder/alibi", "decoder/start_from_zero_embedding", "decoder/final_log
 def causal_of(names: Names, norm_epsilon: float | None) -> dict[str, Any]:
     """Name the parameters of a decoder-only model; return its config.
 
-    Parameters
-    ----------
-    names
-        The names of its file.
-    norm_epsilon
-        The value of ``config.json``, or None.
-
-    Raises
-    ------
-    ValueError
-        It has a feature that none of these architectures has.
+    ``norm_epsilon`` is the value of ``config.json``, or None. Raises ValueError for a feature that
+    none of these architectures has.
     """
     if names.scalar("decoder/pre_norm|pre_norm", 1.0) != 1.0:
         raise names.refused("has norms behind its layers")

@@ -113,10 +113,7 @@ def _kind(names: Names, norm_first: bool, has_embedding_norm: bool) -> str:
 def seq2seq_of(names: Names) -> dict[str, Any]:
     """Name the parameters of a translating or summarising model; return its config.
 
-    Raises
-    ------
-    ValueError
-        It has a feature that no architecture of BART's kind has.
+    Raises ValueError for a feature that no architecture of BART's kind has.
     """
     scopes = {stack: embedding_scope(names, stack) for stack in ("encoder", "decoder")}
     tables = {stack: f"{scope}/weight" for stack, scope in scopes.items()}
@@ -187,10 +184,7 @@ def _final_bias(names: Names, more: int) -> None:
 def whisper_of(names: Names) -> dict[str, Any]:
     """Name the parameters of a Whisper; return its config.
 
-    Raises
-    ------
-    ValueError
-        It has a feature that Whisper does not have.
+    Raises ValueError for a feature that Whisper does not have.
     """
     vocab, size = names.shape("decoder/embeddings/weight", 2)
     names.add("model.decoder.embed_tokens.weight", "decoder/embeddings/weight")
@@ -274,10 +268,7 @@ def _t5_stack(names: Names, stack: str, size: int, is_gated: bool, own_biases: b
 def t5_of(names: Names) -> dict[str, Any]:
     """Name the parameters of a T5, mT5 or UMT5; return its config.
 
-    Raises
-    ------
-    ValueError
-        It has a feature that these do not have.
+    Raises ValueError for a feature that these do not have.
     """
     vocab, model_size = names.shape("decoder/embeddings/weight", 2)
     is_gated = "decoder/layer_0/ffn/linear_0_noact/weight" in names

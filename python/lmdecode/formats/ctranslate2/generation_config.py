@@ -144,10 +144,7 @@ def whisper_generation_of(
 ) -> dict[str, Any]:
     """Return the generation config of a Whisper, as OpenAI's folders for transformers have it.
 
-    Raises
-    ------
-    ValueError
-        ``config.json`` is damaged, or the vocabulary lacks Whisper's tokens.
+    Raises ValueError if ``config.json`` is damaged, or the vocabulary lacks Whisper's tokens.
     """
     ids = {token: i for i, token in enumerate(vocabulary)}
     size = config["vocab_size"]

@@ -25,10 +25,7 @@ _FREE = ("embed_positions.weight", "embed_positions.weights", "encoder.embed_tok
 def load_parts(folder: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     """Return a folder's model, and its config and weights for ``Decoding``.
 
-    Raises
-    ------
-    ValueError
-        It is damaged, or of an unsupported architecture.
+    Raises ValueError if it is damaged, or of an unsupported architecture.
     """
     source = open_folder(Path(folder))
     model = _model_of(source)
@@ -40,10 +37,7 @@ def load_parts(folder: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
 def _model_of(source: Source) -> Any:
     """Return the model of a file: an encoder-decoder one in float32, else one without weights.
 
-    Raises
-    ------
-    ValueError
-        The file's tensors do not fit its architecture.
+    Raises ValueError if the file's tensors do not fit its architecture.
     """
     fields = dict(source.config)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -17,20 +17,9 @@ __all__ = ["Names", "Part"]
 class Part:
     """A parameter, made from a variable. Parameters with equal parts are one tensor.
 
-    Parameters
-    ----------
-    variable
-        Name of the variable, not an alias; None: the parameter is zeros.
-    begin, end
-        Range of its rows.
-    zeros
-        Number of rows of zeros before these.
-    more, fill
-        Number of rows after these, and their value.
-    is_transposed
-        The parameter is [in, out].
-    plus
-        Number added to all elements, in float32.
+    It has ``zeros`` rows of zeros, then rows ``begin`` to ``end`` of the variable (not an alias;
+    None: the parameter is zeros), then ``more`` rows of the value ``fill``. If it
+    ``is_transposed``, the parameter is [in, out]. ``plus`` is added to all elements, in float32.
     """
 
     variable: str | None
@@ -72,13 +61,7 @@ class Names:
     """The parameters of a model, collected while a file is read by its kind's layout.
 
     ``check_all_read`` refuses variables that were not read, as they would change the model.
-
-    Parameters
-    ----------
-    file
-        The file.
-    what
-        The kind of model, for errors.
+    ``what`` is the kind of model, for errors.
     """
 
     def __init__(self, file: ModelFile, what: str) -> None:
@@ -179,10 +162,7 @@ class Names:
     ) -> None:
         """Name the weight of a linear layer, or of one of several in one, and its bias.
 
-        Parameters
-        ----------
-        has_bias
-            Whether the parameter exists; it is zeros if the file has none.
+        With ``has_bias`` the bias is a parameter; it is zeros if the file has none.
         """
         weight, bias = f"{scope}/weight", f"{scope}/bias"
         self.add(f"{parameter}.weight", weight, begin, end, is_transposed=is_transposed)
@@ -220,10 +200,7 @@ class Names:
     def check_all_read(self, *no_matter: str) -> None:
         """Raise ValueError for a variable that was not read.
 
-        Parameters
-        ----------
-        *no_matter
-            Suffixes of names that may exist and have no effect.
+        Names with the suffixes ``no_matter`` may exist and have no effect.
         """
         named = [*self.file.variables, *self.file.aliases]
         scales = {f"{name}_scale" for name in self._read}

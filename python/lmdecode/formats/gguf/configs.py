@@ -456,12 +456,10 @@ CONFIGS: dict[str, Callable[[Facts], dict[str, Any]]] = {
 
 
 def config_entries(facts: Facts) -> dict[str, Any]:
-    """Return a config's entries, its ``model_type`` too.
+    """Return a config's entries, with its ``model_type``.
 
-    Raises
-    ------
-    ValueError
-        Another architecture, an entry that is missing or makes no sense, or what there is not.
+    Raises ValueError for another architecture, a missing or impossible entry, or an unsupported
+    feature.
     """
     file = facts.file
     if facts.architecture not in CONFIGS:

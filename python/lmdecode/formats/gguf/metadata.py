@@ -113,14 +113,10 @@ def _is_list(value: object) -> bool:
 
 
 class Facts:
-    """Metadata of a file's model; a key is what follows the architecture's name.
+    """Metadata of a file's model; keys are without the architecture's name.
 
-    Attributes
-    ----------
-    architecture : str
-        The file's ``general.architecture``.
-    asked : set of str
-        Keys that something has been read by, or looked for.
+    ``architecture`` is the file's ``general.architecture``; ``asked`` are the keys that have been
+    read or looked for.
     """
 
     def __init__(self, file: GgufFile) -> None:

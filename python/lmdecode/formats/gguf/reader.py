@@ -52,16 +52,10 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies.
+    """The place of a tensor in the file, bytes ``begin`` to ``end``.
 
-    Attributes
-    ----------
-    shape : tuple of int
-        As torch has it: the last is what is contiguous.
-    kind : torch.dtype or str
-        Of its floats, or one of ``KINDS``.
-    begin, end : int
-        Bytes of the file.
+    ``shape`` is in torch's order: the last dimension is contiguous. ``kind`` is the dtype of its
+    floats, or one of ``KINDS``.
     """
 
     shape: tuple[int, ...]
@@ -188,28 +182,11 @@ def _damaged(path: Path, what: str) -> ValueError:
 
 
 class GgufFile:
-    """A GGUF file, mapped: its tensors are the file's own memory until they are computed with.
+    """A GGUF file, mapped: its tensors are views of the file, which must not change meanwhile.
 
-    Parameters
-    ----------
-    path : str or path
-        Must stay as it is while the file, or a tensor of it, is in use.
-
-    Attributes
-    ----------
-    path : Path
-        See there.
-    metadata : dict
-        Numbers, strings, ``Strings``, and ``array.array`` of numbers, by key.
-    tensors : dict of str to TensorInfo
-        By name.
-
-    Raises
-    ------
-    OSError
-        There is no such file.
-    ValueError
-        It is damaged, of another version, or has types that there are not; what is wrong is named.
+    ``metadata`` has numbers, strings, ``Strings``, and ``array.array`` of numbers, by key;
+    ``tensors`` has each ``TensorInfo`` by name. Raises OSError if there is no such file, and
+    ValueError that names the fault if it is damaged, of another version, or has unknown types.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -330,14 +307,9 @@ class GgufFile:
         return data[:8] + bytes(8) + data[16:]
 
     def tensor(self, name: str) -> Tensor | QuantizedWeight:
-        """Return a tensor as the file has it, without a copy: floats, or a matrix in blocks.
+        """Return a tensor of the file, without a copy: floats, or a matrix in blocks.
 
-        Raises
-        ------
-        KeyError
-            There is none of this name.
-        ValueError
-            It is in blocks, and no matrix.
+        Raises KeyError for an unknown name, ValueError for blocks that are no matrix.
         """
         info = self.tensors[name]
         data = self._memory[info.begin : info.end]
@@ -353,13 +325,7 @@ class GgufFile:
         return QuantizedWeight(data.view(info.shape[0], -1), info.kind)
 
     def matrix(self, name: str, index: int) -> Tensor | QuantizedWeight:
-        """Return a matrix of a tensor of three dimensions, without a copy: see ``tensor``.
-
-        Raises
-        ------
-        KeyError
-            There is no tensor of this name.
-        """
+        """Return a matrix of a tensor of three dimensions, without a copy: see ``tensor``."""
         info = self.tensors[name]
         count, rows, _ = info.shape
         size = (info.end - info.begin) // count

@@ -88,10 +88,8 @@ _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 class _Vocabulary:
     """Vocabulary of a file, checked.
 
-    Attributes
-    ----------
-    kind : str
-        "gpt2" (byte-level BPE), "llama" (sentencepiece) or "gemma4" (its pieces, with merges).
+    ``kind`` is "gpt2" (byte-level BPE), "llama" (sentencepiece) or "gemma4" (its pieces, with
+    merges).
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -299,22 +297,12 @@ def _add_tokens(tokenizer: Any, vocabulary: _Vocabulary, takes_spaces: bool) -> 
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """The tokenizer of a file.
+    """The tokenizer of a file; it adds the begin and end tokens of a text where the file says so.
 
-    Attributes
-    ----------
-    tokenizer : tokenizers.Tokenizer
-        It puts the begin and the end of a text where the file says so.
-    special_tokens : dict
-        What ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token`` are, as far as they are.
-    adds_bos, adds_eos : bool
-        Whether a text gets its begin, and its end.
-    chat_template : str or None
-        The file's.
-    eos_token_ids : tuple of int
-        Tokens that end a text.
-    has_ties : bool
-        Whether pieces have the same score, which no ``tokenizer.json`` can say.
+    ``special_tokens`` has those of ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``
+    that exist. ``adds_bos`` and ``adds_eos`` say whether a text gets its begin and end tokens;
+    ``eos_token_ids`` end a text. With ``has_ties``, pieces have the same score, which
+    ``tokenizer.json`` cannot express.
     """
 
     tokenizer: Any

@@ -131,15 +131,7 @@ IGNORED = ("rope_freqs.weight",)
 
 
 def tensor_name(parameter: str, architecture: str) -> str:
-    """Return the name of a parameter's tensor.
-
-    Parameters
-    ----------
-    parameter
-        Its name in a model of transformers that one of ``CONFIGS`` gives.
-    architecture
-        That of the file.
-    """
+    """Return the file's name of a parameter of a transformers model, made by one of ``CONFIGS``."""
     if (own := _OF_OWN.fullmatch(parameter)) is not None:
         return f"blk.{own[1]}.{_OWN[own[2]]}"
     found = _LAYER.fullmatch(parameter)
@@ -237,16 +229,10 @@ _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.(input|output)_linear\.
 def expert_tensors(
     parameter: str, shape: tuple[int, ...], architecture: str, tensors: Container[str]
 ) -> dict[str, tuple[int, ...]] | None:
-    """Return the names and shapes of the tensors of a parameter that has several, else None.
+    """Return the names and shapes of a parameter's several tensors; None if it has one alone.
 
-    Parameters
-    ----------
-    parameter, shape
-        Of the model.
-    architecture
-        That of the file. Matrices of gpt-oss are [E, in, out] in the model.
-    tensors
-        Names of the file's: gates and others may be in one, and there may be no experts.
+    Matrices of gpt-oss are [E, in, out] in the model. ``tensors`` are the names in the file, in
+    which gates and others may be one tensor, and experts may be missing.
     """
     if found := _SHARED.fullmatch(parameter):
         # Without a router it is no shared expert, but the feed-forward layer.
@@ -326,14 +312,8 @@ _QKV = re.compile(r"(blk\.[0-9]{1,9}\.attn_)(q|k|v|qkv)\.(weight|bias)")
 class Weights:
     """A file's tensors by the names and in the shapes of a model's parameters.
 
-    Parameters
-    ----------
-    facts
-        Of the file.
-    model
-        The skeleton, whose parameters say what is expected.
-    keeps_blocks : bool
-        Whether matrices in blocks stay what they are.
+    ``model`` is the skeleton with the expected parameters. With ``keeps_blocks`` matrices in blocks
+    stay blocks.
     """
 
     def __init__(self, facts: Facts, model: Any, keeps_blocks: bool) -> None:
