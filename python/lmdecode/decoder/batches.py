@@ -121,7 +121,7 @@ class Batches:
         raise NotImplementedError
 
     def _generation_default(self, name: str) -> Any:
-        """Return an entry of the model's generation config, None where there is none."""
+        """Return an entry of the model's generation config, or None."""
         return getattr(getattr(self.model, "generation_config", None), name, None)
 
     def engine(

@@ -1,4 +1,4 @@
-"""Continuous batching of a decoder-only model, for those who choose tokens themselves."""
+"""Continuous batching of a decoder-only model, for callers that choose tokens themselves."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class CausalBatch:
 
     @_one_at_a_time
     def extend(self, request: Hashable, prompt_ids: Any) -> None:
-        """Add tokens to a sequence's prompt, behind all that it has, as the next turn of a talk."""
+        """Append tokens to a sequence's prompt, as the next turn of a conversation."""
         running = self._of("extend", request)
         tokens = self._tokens("extend", prompt_ids, running.length + len(running.unread))
         running.unread = running.unread + tokens
@@ -212,8 +212,8 @@ class CausalBatch:
         Raises
         ------
         ValueError
-            It has fewer, or a layer's window needs positions that it has let go of, or layers keep
-            states, and none behind these tokens: the error says behind which.
+            The sequence is shorter, or a window or state at this length is no longer kept. The
+            error names the nearest length before it that is.
         """
         running = self._of("truncate", request)
         limits = f"0 to {running.length}, its length"
@@ -315,7 +315,7 @@ class CausalBatch:
         return self._running[request]
 
     def _tokens(self, method: str, tokens: Any, length: int) -> list[int]:
-        """Return tokens that come behind so many of a sequence."""
+        """Return checked tokens that follow ``length`` tokens of a sequence."""
         op = f"{_OP}.{method}"
         if isinstance(tokens, Tensor):
             if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():

@@ -51,7 +51,7 @@ class CacheParts(NamedTuple):
 
     @staticmethod
     def of(heads: Sequence[Heads], dtype: str) -> CacheParts:
-        """Return those of layers with such heads, in caches of a dtype."""
+        """Return the parts of layers with such heads, in caches of a dtype."""
         return CacheParts(
             math.gcd(*(one.num_kv_heads for one in heads)),
             min(row_format(one.head_size, dtype)[1] for one in heads),
@@ -68,8 +68,8 @@ class CacheParts(NamedTuple):
             yield from rows.split(self.row_size, dim=-1)
 
 
-BLOCK_SIZE = 32  # positions; the attention of a step reads blocks of so many
-# Of a sequence that may go back, where layers keep states: tokens between those that are kept.
+BLOCK_SIZE = 32  # positions of a block, which the attention of a step reads at once
+# Tokens between two kept states of a sequence that may go back.
 CHECKPOINT_INTERVAL = 256
 MOST_REQUESTS = 1 << 16  # of a batch
 
@@ -177,7 +177,7 @@ class CausalCaches:
             kept += 2
             while step <= self.max_length:
                 kept, step = kept + 2, 4 * step
-        # What is kept before a step and behind it: slots are taken before others are let go.
+        # States before and after a step: slots are taken before others are freed.
         rows, kept = self.sequences, 2 * kept
         slots = rows * kept
         whole = {"dtype": torch.int32, "device": "cpu"}
@@ -287,7 +287,7 @@ class CausalCaches:
         return read + self._read_state(sequence, length)
 
     def _state(self, sequence: int, length: int) -> Tensor:
-        """Return the state of a sequence behind so many tokens, [state_size], to read and write."""
+        """Return a sequence's state after some tokens, [state_size], to read and write."""
         pool, positions, slots, *_ = self._states
         at = int((positions[sequence] == length).nonzero()[0])
         return pool[int(slots[sequence, at])]

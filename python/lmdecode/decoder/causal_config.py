@@ -64,7 +64,7 @@ class CausalConfig:
     rotary_scales : tuple of float
         What cosines and sines are multiplied by, for each of the weights' ``rotary``.
     norm : {"rms_norm", "layer_norm"}
-        Of every norm, those of queries and keys too.
+        Kind of every norm, also of queries and keys.
     norm_epsilon : float
         Added to the variance, or to the mean square.
     activation : {"relu", "gelu", "gelu_tanh", "silu"}

@@ -98,7 +98,7 @@ class WeightMemory:
         return begin
 
     def _write_experts(self, name: str, matrices: Any, shape: tuple[int, int], to: Tensor) -> int:
-        """Write the matrices of experts one behind the other; return their bytes."""
+        """Write the matrices of experts, concatenated; return their bytes."""
         used, size = 0, None
         for i in range(len(matrices)):
             matrix = matrices[i]  # one at a time
@@ -126,7 +126,7 @@ _MODEL_PARTS = ("embedding", "positions", "rotary", "final_norm_gamma", "final_n
                 "per_layer_norm_gamma", "embedding_norm_gamma", "hidden_norm_gamma",
                 "embedding_projection", "hidden_projection")  # fmt: skip
 _NUM_MODEL_PARTS = len(_MODEL_PARTS)
-# Of a model and of what predicts its further tokens: these are in the memory once.
+# Parts that a model shares with its ``mtp``; they are in the memory once.
 _SHARED_PARTS = ("embedding", "positions", "rotary", "logits", "logits_bias")
 # Where keys come from, as in csrc/decoder/causal_forward.h.
 _OWN_KEYS, _KEYS_ARE_VALUES, _SHARED_KEYS = 0, 1, 2
@@ -236,7 +236,7 @@ class PackedCausalModel:
             self.mtp.take(memory)
 
     def buffers(self) -> list[Tensor]:
-        """Return the memory in parts, one behind the other."""
+        """Return the memory in consecutive parts."""
         return [self.memory]
 
     def config_fields(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class PackedCausalModel:
         return facts
 
     def _offsets(self) -> dict[str, Tensor]:
-        """Return the layout without what the config tells: where parts of the memory begin."""
+        """Return the offsets of the memory's parts: the layout without columns from the config."""
         return {
             "model_offsets": self.layout[0, :_NUM_MODEL_PARTS],
             "layer_offsets": self.layout[1:, _NUM_NUMBERS:],
@@ -366,7 +366,7 @@ class PackedCausalModel:
         ]
 
     def _set_caches(self) -> None:
-        """Put layers with a window into a cache that lets go of what is behind it.
+        """Assign layers with a window to a cache that drops positions out of the window.
 
         The layout says so, and has no parts yet.
         """
@@ -407,7 +407,7 @@ class PackedCausalModel:
         self.layout[layer + 1, :_NUM_NUMBERS] = torch.tensor(numbers, device="cpu")
 
     def _set_states(self) -> None:
-        """Say of layers with a state where it begins in that of the model: see ``state_size``."""
+        """Assign each layer with a state its offset in the model's state: see ``state_size``."""
         self.state_size = 0
         for layer, mixer in enumerate(self.config.mixers, start=1):
             if mixer is None:
@@ -459,7 +459,7 @@ class PackedCausalModel:
         return total + 4 * floats
 
     def _pack_all(self, weights: CausalWeights, embedding_format: int) -> None:
-        """Pack the weights, and behind them those of ``mtp`` that are not these."""
+        """Pack the weights, then the weights that ``mtp`` alone has."""
         size = self._most_bytes(weights)
         if self.mtp is not None and weights.mtp is not None:
             size += self.mtp._most_bytes(weights.mtp[1])
@@ -484,7 +484,7 @@ class PackedCausalModel:
         layers: Sequence[CausalLayerWeights],
         memory: WeightMemory,
     ) -> None:
-        """Write the weights behind what a memory has."""
+        """Append the weights to a memory."""
         c, layout, matrices = self.config, self.layout, expert_shapes(self.config)
         with torch.no_grad():
             for column, name in enumerate(_MODEL_PARTS):

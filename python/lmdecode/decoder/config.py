@@ -30,7 +30,7 @@ def check_sizes(op: str, config: object, *names: str, least: int = 1) -> None:
 
 
 def check_norm_and_activation(op: str, config: object) -> None:
-    """Raise ValueError where a config names one that there is not."""
+    """Raise ValueError if a config names an unknown norm or activation."""
     for name, choices in (("norm", NORMS), ("activation", ACTIVATIONS)):
         value = getattr(config, name)
         if value not in tuple(choices):
@@ -106,11 +106,11 @@ class DecoderConfig:
     num_layers, model_size, num_heads, head_size, ffn_size, vocab_size : int
         Sizes, each at least 1. ``num_heads * head_size`` need not be ``model_size``.
     memory_size : int, optional
-        Features of what the encoder gives; ``model_size`` by default.
+        Features of the encoder's output; ``model_size`` by default.
     norm : {"layer_norm", "rms_norm"}
         Of every norm.
     norm_first : bool
-        A norm before each sublayer (and ``final_norm``), or one behind each residual.
+        A norm before each sublayer (and ``final_norm``), or one after each residual.
     norm_epsilon : float
         Added to the variance.
     activation : {"relu", "gelu", "gelu_tanh", "silu"}
@@ -197,7 +197,7 @@ class LayerWeights(NamedTuple):
     Attributes
     ----------
     self_norm_gamma, self_norm_beta, cross_norm_gamma, ..., ffn_norm_beta : Tensor
-        [D]: of the norm before, or behind, that sublayer.
+        [D]: for the norm before or after that sublayer.
     qkv, qkv_bias : Tensor
         [3 * A, D], [3 * A]: queries, keys and values of self-attention.
     self_out, cross_out : Tensor

@@ -1,4 +1,4 @@
-"""What a decoder's heads attend to in a memory, for tokens that are known."""
+"""Cross-attention weights of a decoder's heads, for known tokens."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class DeviceForward:
         self.logits = new(rows, config.vocab_size)
 
     def clear(self) -> None:
-        """Make the caches those of new searches."""
+        """Reset the caches for new searches."""
         for cache in (self.self_keys, self.self_values, self.cross_keys, self.cross_values):
             cache.zero_()
         self.table.copy_(self._own.expand_as(self.table))
@@ -173,8 +173,8 @@ class DeviceForward:
                 self.x, None, None, weights.embedding_norm_gamma, weights.embedding_norm_beta,
                 config.norm_epsilon, config.norm == "rms_norm", False, out=self.normed,
             )  # fmt: skip
-        # What a sublayer reads: with norm_first its own norm, which the sublayer before it, or
-        # this, fuses with its residual.
+        # With norm_first a sublayer reads its own norm, which is fused with the residual of the
+        # sublayer before, or here.
         first = weights.layers[0]
         if config.norm_first:
             self._add_norm(None, None, first.self_norm_gamma, first.self_norm_beta)

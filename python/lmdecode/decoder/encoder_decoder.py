@@ -89,7 +89,7 @@ class PackedEncoderDecoder:
         assert isinstance(decoder, PackedDecoder)
         self.weight_format = decoder.weight_format
         self._fields = {name: _fields_of(part) for name, part in self.parts.items()}
-        # Of each tensor its dtype, its shape, and where it begins; what parts share stands once.
+        # Dtype, shape and offset of each tensor; tensors that parts share are stored once.
         self._tensors: dict[str, list[tuple[str, list[int], int]]] = {}
         self._size, places = 0, dict[tuple[int, torch.dtype, int], int]()
         for name, part in self.parts.items():
@@ -145,7 +145,7 @@ class PackedEncoderDecoder:
                 _check_encoder(part)
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the memory in parts, one behind the other."""
+        """Yield the memory in consecutive parts."""
         at = 0
         for name, of in self._tensors.items():
             for tensor, (_, _, begin) in zip(_tensors_of(self.parts[name]), of, strict=True):

@@ -97,7 +97,7 @@ class ExpertsConfig:
         return [self.epsilon, self.scale, self.alpha or 0.0, self.limit or 0.0]
 
 
-#: What the ops take of a model without experts.
+#: The ops' arguments for a model without experts.
 NO_SIZES, NO_NUMBERS = [0] * 7, [0.0] * 4
 
 

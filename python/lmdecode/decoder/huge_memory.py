@@ -14,7 +14,7 @@ __all__ = ["SpareMemory", "gather", "new_memory"]
 _ALIGNMENT = 64  # bytes
 _HUGE_PAGE = 2 << 20
 _LARGEST_KEPT = 256 << 20
-# What may never be written to need not fit into memory. Python 3.13 has a name for it.
+# Memory that may never be written is not reserved. Python 3.13 has a name for the flag.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
@@ -28,7 +28,7 @@ def new_memory(size: int, *, huge_pages: bool = True) -> Tensor:
     with torch.inference_mode(False):
         if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(size, dtype=torch.uint8, device="cpu")
-        # What begins and ends on a huge page, wherever the mapping lies.
+        # Room to begin and end on a huge page, wherever the mapping lies.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         pages = mmap.mmap(-1, size + 2 * _HUGE_PAGE, flags=flags)
         with contextlib.suppress(OSError):  # a kernel built without them

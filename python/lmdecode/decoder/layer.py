@@ -190,7 +190,7 @@ def gather_tree(
     max_sequence_lengths : Tensor
         [B], of the same dtype: steps of each request; beyond T counts as T.
     end_token : int
-        What is behind the first end token of a sequence, and behind its steps.
+        Fills a sequence after its first end token, and after its last step.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What stands where attention stands in layers of a decoder-only model that keep a state."""
+"""Layers with a state, in place of attention or beside it, for decoder-only models."""
 
 from __future__ import annotations
 

@@ -45,15 +45,15 @@ class StoredFormat(Protocol):
 
     @property
     def windows(self) -> Sequence[int | None] | None:
-        """Of each layer."""
+        """Window of each layer, or None."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Dtype of keys and values."""
 
     @property
     def state_size(self) -> int:
-        """Float32 numbers of a state; 0 where there is none."""
+        """Float32 numbers of a state; 0: none."""
 
 
 class PromptStates:
@@ -66,7 +66,7 @@ class PromptStates:
         of = fingerprint
         self._windows = of.windows or (None,) * of.num_layers
         self._shape, self._dtype = (of.num_kv_heads, capacity, of.head_size), of.torch_dtype
-        # Of layers with a window as many positions as tokens to come see; of others room for all.
+        # Layers with a window keep the positions that later tokens attend to, others all.
         self._pairs = [
             (self._new(0 if window else capacity), self._new(0 if window else capacity))
             for window in self._windows
@@ -79,7 +79,7 @@ class PromptStates:
         return torch.empty(heads, length, size, dtype=self._dtype, device="cpu")
 
     def first(self, length: int) -> list[tuple[Tensor, ...]]:
-        """Return those of the first tokens; of layers with a window or a state what there is."""
+        """Return the first tokens' keys and values; windows and states are returned as they are."""
         pairs: list[tuple[Tensor, ...]] = [
             (keys, values) if window else (keys[:, :length], values[:, :length])
             for window, (keys, values) in zip(self._windows, self._pairs, strict=True)

@@ -32,7 +32,7 @@ __all__ = [
 
 MANIFEST = "lmdecode.json"
 _VERSION = 4
-# What reading a manifest raises whose facts are of other types, or infinite.
+# Errors of reading a manifest that has facts of other types, or infinite numbers.
 _ERRORS_OF_FACTS = (
     AttributeError,
     KeyError,
@@ -52,7 +52,7 @@ _KINDS: dict[str, type[PackedModel]] = {
 def _write(folder: Path, files: Mapping[str, Iterable[Any]]) -> None:
     """Write files, all of them or none; the last one, the manifest, when the others are there.
 
-    A file is what is given for it, one behind the other.
+    Each file is the concatenation of its parts.
     """
     temporaries = {name: folder / f".{name}.{os.getpid()}" for name in files}
     try:
@@ -83,7 +83,7 @@ def damaged_configs(folder: Path, error: Exception) -> ValueError:
 
 
 def _checksum(manifest: Mapping[str, Any]) -> int:
-    """Return that of a manifest without it."""
+    """Return the CRC-32 of a manifest without its checksum."""
     others = {name: value for name, value in manifest.items() if name != "crc32"}
     return zlib.crc32(json.dumps(others, sort_keys=True).encode())
 

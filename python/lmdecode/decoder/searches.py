@@ -21,8 +21,8 @@ from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["DecodingSearches", "check_length", "length_limits", "new_searches"]
 
-# C++ runs a part of the steps, then Python handles signals, such as Ctrl-C. A part should last so
-# long; the first one has the steps in which so many bytes of weights are read.
+# C++ runs a part of the steps, then Python handles signals, such as Ctrl-C: the target time of a
+# part, and the bytes of weights that the first part reads.
 _SECONDS_OF_A_PART = 0.1
 _BYTES_OF_FIRST_PART = 1 << 28
 
@@ -159,7 +159,7 @@ class DecodingSearches:
         return logits
 
     def choose_first(self) -> None:
-        """Do the first step, with a log-softmax behind the token rules."""
+        """Do the first step, with a log-softmax after the token rules."""
         rows, vocab = self.caches.table.shape[0], self.decoder.config.vocab_size
         values = torch.zeros(2, rows, vocab, dtype=torch.float32, device="cpu")
         self.choose(self.read_tokens(values)[1])

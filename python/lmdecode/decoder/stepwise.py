@@ -13,10 +13,10 @@ class StepwiseModel(Protocol):
     """A model that reads the tokens of some rows, step by step, and keeps what it has read."""
 
     def read_prompts(self, input_ids: Tensor) -> Tensor:
-        """Read the prompts, [rows, S] int64; returns the logits behind them, [rows, V]."""
+        """Read the prompts, [rows, S] int64; returns the logits after them, [rows, V]."""
 
     def read(self, input_ids: Tensor) -> Tensor:
-        """Read the last tokens of [rows, S + n] int64; returns the logits behind them, [rows, V].
+        """Read the last tokens of [rows, S + n] int64; returns the logits after them, [rows, V].
 
         All other tokens have been read before.
         """

@@ -23,8 +23,8 @@ __all__ = ["Translator"]
 
 # So many batches of a request are kept, to be used again, and none of more memory than this.
 _KEPT_BATCHES, _KEPT_BYTES = 8, 16 << 20
-# Keys and values of the searches of a batch, at most, but for those of one: they are set aside for
-# the longest result, and on huge pages the first step has the system hand out nearly all.
+# Most bytes of keys and values of a batch of several searches: they are reserved for the longest
+# result, and with huge pages the first step makes the system hand out nearly all of them.
 _LARGEST_BATCH = 1 << 30
 
 

@@ -110,7 +110,7 @@ class PackedStack:
 
     @property
     def _names(self) -> list[str]:
-        """Of each tensor."""
+        """Name of each tensor."""
         return ["embedding", *self.model_fields, *self.layer_fields * self.config.num_layers]
 
     def _sizes_of_tables(self) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The threads that torch keeps for parallel work, and those of ours that are to end with Python."""
+"""Torch's threads for parallel work, and our own threads that must end with Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["release_worker_threads", "stopped_at_exit"]
 
-#: What has a thread that computes, to be stopped: at interpreter exit it would abort the process.
+#: Owners of computing threads, to be stopped: at interpreter exit these would abort the process.
 stopped_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _SOFT = 1  # omp_pause_soft: settings stay

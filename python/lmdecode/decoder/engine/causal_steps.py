@@ -105,7 +105,7 @@ class CausalSteps:
         return StepLogits(logits, begun, drafts)
 
     def _propose(self, running: list[DrawnSequence], room: int) -> list[list[int]]:
-        """Return the drafts of a step with room for so many tokens; an empty list: there are none.
+        """Return the drafts of a step with room for some tokens; an empty list: there are none.
 
         Before, rejected tokens of the last drafts are removed from the caches.
         """

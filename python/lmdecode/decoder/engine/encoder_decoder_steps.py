@@ -65,7 +65,7 @@ class EncoderDecoderSteps:
         self.reading: list[WrittenSequence] = []
         self.prompt_tokens, self.cached_tokens = 0, 0
         self._widths: dict[int, int] = {}  # number of rows of places with a search of several beams
-        # Of the last step: its rows, those of searches, and their last tokens.
+        # The last step's rows, its rows of searches, and their last tokens.
         self._rows: Tensor | None = None
         self._searched: list[int] = []
         self._ends = torch.empty(0, dtype=torch.int64, device="cpu")

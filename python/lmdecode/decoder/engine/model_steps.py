@@ -40,11 +40,11 @@ class ModelSteps(Protocol):
 
     @property
     def caches(self) -> FollowingCaches:
-        """The caches, whose rows are the places of sequences."""
+        """The caches; their rows are the places of sequences."""
 
     @property
     def reading(self) -> list[WrittenSequence]:
-        """Sequences with places whose prompts are not read to their end, in order."""
+        """Sequences with places and unread prompt tokens, in order."""
 
     @property
     def num_free(self) -> int:

@@ -113,7 +113,7 @@ class MtpDrafts:
             if begin == 0 or not is_known:
                 found.read, found.hidden = 0, self._nothing()
                 self._caches.truncate([row], [0])
-            # Of the first token there is no pair where no hidden row is known before it.
+            # The first token has a pair only if the hidden row before it is known.
             before = found.hidden[-1:]
             pairs.append((row, list(tokens[1 - len(before) :]), [before, hidden[:-1]]))
             found.position, found.hidden = begin + len(tokens), hidden[-1:].clone()
@@ -156,7 +156,7 @@ class MtpDrafts:
         is_prompt: bool,
         wanted: Collection[int] = (),
     ) -> dict[int, Tensor]:
-        """Read pairs of rows; return the logits, [V], behind the last ones of the wanted rows."""
+        """Read pairs of rows; return the logits, [V], after the last ones of the wanted rows."""
         if not pairs:
             return {}
         ids = [token for _, tokens, _ in pairs for token in tokens]
@@ -187,7 +187,7 @@ class MtpDrafts:
         return logits, out
 
     def _logits(self, texts: list[_Text], first: dict[int, Tensor]) -> Tensor:
-        """Return the logits behind the drafts of texts; ``first``: behind those without any."""
+        """Return the logits after the drafts of texts; ``first``: of texts without a draft."""
         if not texts[0].draft:  # so have all others, which go on together
             return torch.stack([first[text.row] for text in texts])
         hidden = torch.cat([text.own for text in texts])
