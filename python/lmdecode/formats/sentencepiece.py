@@ -121,7 +121,7 @@ def _set_rules(
         tokenizer.model = models.Unigram(
             [(text, scores.get(text, least)) for text in texts], vocab[unknown], has_bytes
         )
-    # tokenizers follows the rules of one letter, not those of a letter and its accents.
+    # tokenizers applies the rules of one letter, not the rules of a letter with its accents.
     accents = [normalizers.NFC()] if b"nfkc" in rules.get(1, b"") else []
     of_letters = [*accents, normalizers.Precompiled(rules[2]), *accents] if rules.get(2) else []
     trims = bool(rules.get(4, 1))

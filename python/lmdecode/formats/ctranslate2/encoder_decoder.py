@@ -22,7 +22,7 @@ NO_MATTER = (
     "/alibi_use_positive_positions", "/alignment_heads", "/alignment_layer", "/embeddings_merge",
     "/scale_alibi",
 )  # fmt: skip
-_SINE_OF_2 = math.sin(2.0)  # M2M100's first position is 2; that of others is 0
+_SINE_OF_2 = math.sin(2.0)  # M2M100's first position is 2, others' is 0
 
 
 def activation_of(names: Names, variable: str, default: int | None = None) -> str:

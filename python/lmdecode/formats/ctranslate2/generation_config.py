@@ -11,7 +11,7 @@ __all__ = ["END", "check_settings", "generation_of", "whisper_generation_of"]
 # Defaults of translate_batch: max_decoding_length, min_decoding_length and beam_size; and of
 # generate_batch: max_length. They do not count the first token, max_length and min_length do.
 _MOST_TRANSLATED, _LEAST_TRANSLATED, _BEAMS, _MOST_GENERATED = 256, 1, 2, 512
-# Of config.json, beside quantization_*, which are refused. Two have no effect: unk_token replaces
+# Entries of config.json; quantization_* are refused. Two have no effect: unk_token replaces
 # tokens that are no ids, and the shapes of weights tell multi_query_attention.
 SETTINGS = frozenset(
     "add_source_bos add_source_eos alignment_heads bos_token decoder_start_token eos_token "
@@ -41,7 +41,7 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
     if "model_type" in settings:  # of transformers, whose entries some have in the same file
         return
     for name, value in settings.items():
-        # Of other weights these entries are null or 0.
+        # Other weights have null or 0 in these entries.
         if name not in SETTINGS and (value or not name.startswith("quantization_")):
             raise ValueError(
                 f"{folder / 'config.json'} has {str(value)[:80]!r} for {name}; expected entries "
@@ -52,7 +52,7 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
 def _around_sources(
     folder: Path, settings: dict[str, Any], sources: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Return the tokens that CTranslate2 puts before and behind each source."""
+    """Return the tokens that CTranslate2 puts before and after each source."""
     around = {}
     for place, name in (("before", "bos"), ("behind", "eos")):
         is_added, token = settings.get(f"add_source_{name}", False), settings[f"{name}_token"]
@@ -89,7 +89,7 @@ def generation_of(
         start = _token(folder, settings, "decoder_start_token", ids)
         if config["model_type"] == "marian":
             rows = config["decoder_vocab_size"]
-            if rows > len(vocabulary):  # the token whose embedding is zeros, behind all others
+            if rows > len(vocabulary):  # the token with an embedding of zeros, after all others
                 start = tokens["pad_token_id"] = rows - 1
         tokens["decoder_start_token_id"] = start
     config |= tokens

@@ -190,7 +190,7 @@ class ModelFile:
         ValueError
             Integers have no scale, or an invalid one.
         """
-        name = self.resolve(name)  # the scale is that of the variable, not of its aliases
+        name = self.resolve(name)  # the scale belongs to the variable, not to its aliases
         values = self.read(name)
         if values.dtype in _FLOATS:
             return values

@@ -124,7 +124,7 @@ def _per_layer_size(facts: Facts, layers: int) -> int:
 
 
 def unused_tensors(config: Any) -> set[str]:
-    """Return tensors that a file may have: keys and values of layers that take those of others."""
+    """Return tensors that a file may have: keys and values of layers that use another layer's."""
     layers = range(config.num_hidden_layers)[
         config.num_hidden_layers - config.num_kv_shared_layers :
     ]

@@ -37,7 +37,7 @@ def _by_key(reasons: dict[str, str]) -> dict[str, str]:
     return {key: reason for reason, keys in reasons.items() for key in keys.split()}
 
 
-#: Known to change no logits, with the reason; a name that ends in a dot is that of a group.
+#: Known to change no logits, with the reason; a name that ends in a dot names a group.
 WITHOUT_EFFECT = _by_key({
     "the shapes of the tensors say it": "attention.value_length expert_feed_forward_length "
     "expert_shared_count expert_shared_feed_forward_length feed_forward_length vocab_size",
@@ -230,7 +230,7 @@ class Facts:
         return value
 
     def token(self, key: str, vocab_size: int) -> int | None:
-        """Return the token of ``tokenizer.ggml``'s entry, None where there is none."""
+        """Return the token of ``tokenizer.ggml``'s entry, or None."""
         name = f"tokenizer.ggml.{key}"
         value = self.file.metadata.get(name)
         if value is None:
@@ -259,7 +259,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# What ends a text beside the file's own end, as llama.cpp has it.
+# Tokens that end a text beside the file's own end token, as in llama.cpp.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
          "<EOT>", "<|end_of_text|>", "<|return|>", "<|call|>", "<turn|>",
          "<|tool_response>")  # fmt: skip
@@ -269,7 +269,7 @@ _SPECIAL = (3, 4)  # of tokenizer.ggml.token_type: control, and the user's
 
 
 def end_tokens(facts: Facts, vocab_size: int) -> list[int]:
-    """Return the tokens that end a text: those of the file's entries, and those known by name."""
+    """Return the tokens that end a text, from the file's entries and by known names."""
     ends = [facts.token(f"{key}_token_id", vocab_size) for key in ("eos", "eot", "eom")]
     tokens = facts.file.metadata.get("tokenizer.ggml.tokens")
     kinds = facts.file.metadata.get("tokenizer.ggml.token_type")

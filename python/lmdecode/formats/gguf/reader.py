@@ -29,7 +29,7 @@ _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _MAX_DEPTH = 4  # of arrays within arrays; no known file has any
 _MAX_ALIGNMENT = 1 << 20
-# Of metadata: the number of a type, and what struct and array call it. Strings and arrays differ.
+# Numbers of metadata types, and their names in struct and array. Strings and arrays differ.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
             12: "d"}  # fmt: skip
 _STRING, _ARRAY = 8, 9
@@ -43,7 +43,7 @@ _OTHERS = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is that of a file which ends in .gguf, or begins as one."""
+    """Whether a file's name ends in .gguf, or its content begins as such a file's."""
     path = Path(path)
     if not path.is_file():
         return False
@@ -74,7 +74,7 @@ class _Cursor:
         return _damaged(self.path, what)
 
     def skip(self, size: int, what: str) -> int:
-        """Go on by so many bytes; return where they begin."""
+        """Skip some bytes; return where they begin."""
         if size > len(self.data) - self.at:
             raise self.error(
                 f"{what} takes {size} bytes at byte {self.at}; expected at most the "
@@ -91,7 +91,7 @@ class _Cursor:
         return self.numbers(f"<{code}", what)[0]
 
     def count(self, count: int, least: int, what: str) -> int:
-        """Return a count of things of ``least`` bytes each, if so many may follow."""
+        """Return a count of things of ``least`` bytes each, if the rest has room for them."""
         left = len(self.data) - self.at
         if count * least > left:
             raise self.error(

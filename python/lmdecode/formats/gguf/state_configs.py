@@ -75,7 +75,7 @@ def lfm2(facts: Facts) -> dict[str, Any]:
 
 
 def lfm2moe(facts: Facts) -> dict[str, Any]:
-    """Return the config entries of LFM2 with experts, behind some layers without."""
+    """Return the config entries of LFM2 with experts, after some layers without."""
     gating = facts.count("expert_gating_func", least=0)
     if (name := _GATINGS.get(gating, f"of number {gating}")) != "sigmoid":
         raise refused(facts.file, f"has an expert_gating_func {name!r}; expected 'sigmoid'")

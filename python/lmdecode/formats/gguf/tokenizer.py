@@ -77,11 +77,11 @@ BEGIN_BY_DEFAULT = ("falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3", "tek
 
 
 _KINDS = ("gemma4", "gpt2", "llama")
-# Of tokenizer.ggml.token_type.
+# Values of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"
 _SAVED = "tokenizer.gguf"
-# Phi 3's special tokens take the spaces behind them, but for these.
+# Phi 3's special tokens, except these, absorb the spaces that follow.
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -315,7 +315,7 @@ class GgufTokenizer:
 
 
 def _put_around(tokenizer: Any, bos: str | None, eos: str | None) -> None:
-    """Let a tokenizer put these before and behind a text; None: nothing."""
+    """Let a tokenizer put these before and after a text; None: nothing."""
     from tokenizers import processors
 
     single = [f"{bos}:0", "$A:0", f"{eos}:0"]
@@ -427,7 +427,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     OSError
         There is no such file.
     ValueError
-        It is damaged, or has no tokenizer, or one of a kind that there is not.
+        It is damaged, or has no tokenizer, or one of an unsupported kind.
     """
     file = tokenizer_path(path)
     if file is None and (Path(path) / "tokenizer.json").is_file():
@@ -441,7 +441,7 @@ def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the tokenizer of a GGUF file as the files that transformers has of one, by name.
 
     Where pieces have the same score, it is a GGUF file: ``tokenizer_path``.
-    There are none where the file has no tokenizer of a kind that there is.
+    There are none if the file has no tokenizer of a supported kind.
     """
     file = GgufFile(path)
     if file.metadata.get("tokenizer.ggml.model") not in _KINDS:

@@ -100,8 +100,8 @@ _OF_LAYER = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
-# Architectures with a name of its own for the norm behind the attention, or for that before the
-# feed-forward layer.
+# Architectures with a separate name for the norm after the attention, or before the feed-forward
+# layer.
 _NORM_BEHIND = (
     "gemma2", "gemma3", "gemma4", "gpt-oss", "olmo2", "qwen35", "qwen35moe", "qwen3next",
 )  # fmt: skip
@@ -149,9 +149,9 @@ _ALL_OF_KEY_HEADS = re.compile(r"model\.layers\.(\d+)\.linear_attn\.in_proj_qkvz
 
 
 class ValueHeads:
-    """The order of the delta rule's value heads: llama.cpp has those of a key head apart.
+    """The order of the delta rule's value heads: llama.cpp interleaves them over key heads.
 
-    Its i-th value head is of key head i modulo the number of these.
+    Its i-th value head belongs to key head i modulo the number of key heads.
     """
 
     def __init__(self, config: Any) -> None:
@@ -419,12 +419,12 @@ class Weights:
         left = {name for name in tensors if not name.startswith(self._ignored)} - set(IGNORED)
         if self._architecture == "gemma4":
             left -= unused_tensors(model.config)
-        # Layers behind the model's predict more tokens than one.
+        # Layers after the model's predict further tokens.
         first = model.config.num_hidden_layers
         return {name for name in left if not is_of_block(name, first)}
 
     def _check(self, model: Any) -> None:
-        """Raise for what is missing, is left over, or has another shape."""
+        """Raise for a tensor that is missing, is left over, or has another shape."""
         left = self._tensors(model)
         for name, shape in self._expected(model):
             if name not in self._file.tensors:
@@ -500,7 +500,7 @@ def _in_halves(tensor: LinearWeight, heads: int) -> LinearWeight:
 
 _ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next")
 _FIRST_LAYER = "model.layers.0."
-# Parameters that are beside the layer: names of what they are in the file.
+# Parameters beside the layer, and their names in the file.
 _BESIDE = {
     "fc.weight": "eh_proj.weight",
     "pre_fc_norm_embedding.weight": "enorm.weight",
@@ -511,9 +511,9 @@ _PREFIX = "nextn."
 
 
 class FurtherBlock(Weights):
-    """The tensors of a block, as those of a model of one layer and of what is before it.
+    """The tensors of a block, as a model of one layer and the projections before it.
 
-    The embedding and the head are the model's, whose parameters have no values, as those of
+    The embedding and the head are the model's. Its parameters have no values, nor have the ones of
     ``layer``, the model of one layer. Raises ValueError if the file has no such block, more than
     one, or other tensors than expected.
     """
@@ -564,5 +564,5 @@ class FurtherBlock(Weights):
         return {name for name in self._file.tensors if is_of_block(name, self._block)}
 
     def read(self, parameter: str) -> Any:
-        """Return the values of a parameter of the layer, or of what is before it."""
+        """Return the values of a parameter of the layer or of the projections before it."""
         return super().read(self._in_file(parameter))
