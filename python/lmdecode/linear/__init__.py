@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed once, and the norms between them, on the CPU."""
+"""Linear layers with weights that are packed once, and the norms between them, on the CPU."""
 
 from lmdecode.linear.formats import FORMATS, check_linear_format
 from lmdecode.linear.packed_linear import ACTIVATIONS, PackedLinear, layer_norm, rms_norm
