@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m lmdecode.store") 
         code = _run(_parser(prog).parse_args(argv))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read has enough
+    except BrokenPipeError:  # the reader has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (StoreError, OSError, ValueError, ImportError) as error:

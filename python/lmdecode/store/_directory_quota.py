@@ -178,7 +178,7 @@ class LimitedStore:
 
     @contextmanager
     def _room(self, num_bytes: int) -> Iterator[bool]:
-        """Have so many bytes free while something is written; False: they are not to be had."""
+        """Reserve bytes for a write. Yields False if they cannot be freed."""
         with self._shared.lock:
             limit = self._limit - self._shared.coming - num_bytes
             if has_room := limit >= 0:
@@ -216,7 +216,7 @@ class LimitedStore:
         store: Callable[[], int],
         otherwise: Callable[[], object] = lambda: None,
     ) -> int:
-        # Held: what the tokens go on from is not evicted for them.
+        # The hit keeps the tokens' prefix from being evicted for them.
         hit: Hit | None = self.native.peek(scope, ids[:computed])
         stored = 0 if hit is None else hit.num_tokens
         if stored == computed:
@@ -254,7 +254,7 @@ class LimitedStore:
             return has_room and self.native.insert_image(scope, key, image, options)
 
     def import_from(self, path: bytes, progress: Any) -> int:
-        """Take over an exported file; what is too much of it is evicted again."""
+        """Take over an exported file; its excess is evicted again."""
         with self._room(min(os.stat(path).st_size, self._limit)):
             new = self.native.import_from(path, progress)
         with self._shared.lock:
@@ -268,7 +268,7 @@ class LimitedStore:
         return self.native.failure() or self._failure
 
     def stats(self) -> dict[str, int]:
-        """Counters of the store, and what the folder takes."""
+        """Counters of the store, and the folder's bytes."""
         return {**self.native.stats(), "directory_bytes": allocated_bytes(self._folder)}
 
 

@@ -17,7 +17,7 @@ _EXPORT_MAGIC = b"LMDKVEXP"
 
 
 def describe(directory: Path, fingerprint: Fingerprint) -> None:
-    """Say in readable form what a directory is for; the index has the same."""
+    """Write a readable description of a directory's purpose; the index has the same."""
     _replace(directory / "fingerprint.json", fingerprint.encoded())
 
 

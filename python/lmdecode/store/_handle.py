@@ -62,7 +62,7 @@ class StoreHandle:
         self.known_model: dict[str, str | None] = {}
         #: Whether it was told that nothing can be stored, since something was.
         self.has_warned = False
-        #: Another tier behind this one, or None.
+        #: The tier after this one, or None.
         self.remote: RemoteTier | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._process = os.getpid()
@@ -70,7 +70,7 @@ class StoreHandle:
         weakref.finalize(self, self.native.close)
 
     def put_behind(self, remote: RemoteTier) -> None:
-        """Give the store a second tier, whose threads end before the store is closed."""
+        """Give the store a second tier; its threads end before the store is closed."""
         self.remote = remote
         weakref.finalize(self, remote.abandon)
 

@@ -37,7 +37,7 @@ _EVICTION_LOCK = "eviction.lock"
 
 @contextmanager
 def eviction_lock(folder: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold the lock of who opens the stores of others to evict from them."""
+    """Hold the lock for opening other processes' stores to evict from them."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(folder / _EVICTION_LOCK, flags, 0o600)
     try:

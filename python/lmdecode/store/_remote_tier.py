@@ -271,7 +271,7 @@ class RemoteTier:
     # --- after a miss
 
     def fetch(self, store: Store, scope: Scope, ids: memoryview, put: PutOptions) -> None:
-        """Bring what the server has of a prefix, and the local store has not, into that."""
+        """Copy the part of a prefix that only the server has into the local store."""
         if not self._is_available or not len(ids):
             return
         progress = Progress()

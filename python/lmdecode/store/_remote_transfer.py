@@ -48,11 +48,11 @@ class LocalPrefix:
 
 @dataclass
 class Progress:
-    """Of a fetch, for who waits for it."""
+    """Progress of a fetch, for the thread that waits for it."""
 
     started: bool = False
     entries: int = 0
-    stopped: bool = False  # by who waited
+    stopped: bool = False  # by the waiting thread
     counters: Counter[str] = field(default_factory=Counter)
 
 
@@ -195,8 +195,8 @@ class Write:
             if left_ms is not None and left_ms <= 0:
                 return
             there = self._renew(entry, left_ms)
-            # Of a model with windows an entry may lack some layers' tokens, and a later one not;
-            # of one with states the state.
+            # With windows an entry may lack some layers' tokens that a later one has; with states
+            # the state.
             if there != 0:
                 image = local.image(index)
                 if image is None:

@@ -140,7 +140,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class _Place(NamedTuple):
-    """Where a plane, [heads, count, width], of so many tokens begins."""
+    """Return where a plane, [heads, count, width], of some tokens begins."""
 
     begin: int
     heads: int
@@ -150,7 +150,7 @@ class _Place(NamedTuple):
 
 
 def _places(counts: Sequence[int], fingerprint: Fingerprint) -> tuple[list[_Place], int]:
-    """Places of planes of so many tokens, and where the last one ends."""
+    """Return the places of planes of some tokens, and where the last one ends."""
     dtype, width = fingerprint.stored_row
     places, end = [], 0
     for plane, count in enumerate(counts):
@@ -234,7 +234,7 @@ CALLS = (
     "put", "commit_session", "write_session", "remove_session", "erase", "erases", "insert_image",
     "pin", "flush", "failure", "stats", "collect", "import_from",
 )  # fmt: skip
-#: What they store is durable when they return, unless the caller's store is relaxed.
+#: Calls that return once their data is durable, unless the caller's store is relaxed.
 DURABLE_CALLS = ("put", "commit_session", "write_session")
 LONG_CALLS = ("erase", "erases", "collect", "import_from")
 

@@ -1,6 +1,6 @@
 """A store that several processes write: one of them has the lock, and commits for the others.
 
-Each process has a ``SharedStore``. That of the process with the lock is the compiled store, with a
+Each process has a ``SharedStore``. The process with the lock has the compiled store and a
 ``CommitServer``. The others look up and load by a compiled store that only reads, and ask the
 server for everything that changes something. When the server goes, the first that takes the lock
 is the next one, and calls that had no answer are made again: made twice, they change nothing more.
@@ -52,7 +52,7 @@ OpenStore = Callable[[bool], Any]
 
 
 class SharedHit:
-    """A hit, and the compiled store that it is of: who becomes the writer has another one."""
+    """A hit and the native store it belongs to (a new writer opens another)."""
 
     def __init__(self, owner: Store, hit: Hit, scope: Scope, ids: memoryview) -> None:
         self.owner = owner
@@ -138,7 +138,7 @@ class _Client:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-            if not is_answered:  # or the answer would be taken for that of the next call
+            if not is_answered:  # or the next call would take this answer for its own
                 peer.close()
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class SharedStore:
         self._silent_until = 0.0
         self._role: _Writer | _Client = self._elected(_OPENING_SECONDS)
 
-    # --- who writes
+    # --- the writer
 
     def _elected(self, seconds: float) -> _Writer | _Client:
         end = time.monotonic() + seconds

@@ -92,7 +92,7 @@ class Planes(list[Plane]):
 
     @property
     def max_tokens(self) -> int:
-        """Of the layer that has most."""
+        """Number of tokens of the longest layer."""
         return max(self.counts)
 
 
@@ -145,7 +145,7 @@ def checked_cache(
 
 
 def _checked_state(entry: object, fingerprint: Fingerprint, what: str) -> Tensor:
-    """Take (state,), [state_size] float32, or [0] behind no tokens; return its bytes."""
+    """Take (state,), [state_size] float32, or [0] after no tokens; return its bytes."""
     size = fingerprint.state_size
     if not isinstance(entry, Sequence) or len(entry) != 1:
         raise ValueError(f"{what}: kv[-1] is {type(entry).__name__}; expected (state,)")
@@ -166,7 +166,7 @@ def _checked_state(entry: object, fingerprint: Fingerprint, what: str) -> Tensor
 
 
 def state_plane(state: Tensor) -> Tensor:
-    """Return the bytes of a state, [1, 1, state_bytes]; of [0] those of no token, [1, 0, 0]."""
+    """Return the bytes of a state, [1, 1, state_bytes]; of an empty one, [1, 0, 0]."""
     return state.detach().view(torch.uint8).view(1, min(1, len(state)), -1 if len(state) else 0)
 
 
@@ -209,7 +209,7 @@ def _checked_tensor(
 
 
 def _packed(plane: Tensor, scales: Tensor) -> Tensor:
-    """Numbers and, behind each head's of a token, the bytes of their scale."""
+    """Return the numbers, with the bytes of the scale appended to each token and head."""
     behind = scales.contiguous().unsqueeze(-1).view(torch.uint8)
     return torch.cat((plane.view(torch.uint8), behind), dim=2)
 

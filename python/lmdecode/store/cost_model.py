@@ -47,7 +47,7 @@ class CostModel:
         return None if self._seconds_per_token is None else 1 / self._seconds_per_token
 
     def should_load(self, num_tokens: int, num_bytes: int) -> bool:
-        """Whether loading so many tokens, in so many bytes, is faster than computing them."""
+        """Whether loading some tokens is faster than computing them."""
         if num_tokens == 0:
             return False
         per_byte, per_token = self._seconds_per_byte, self._seconds_per_token

@@ -20,16 +20,16 @@ _DTYPES = {
     "int8": torch.int8, "uint8": torch.uint8,
 }  # fmt: skip
 _SCALE_DTYPES = ("float32", "float16", "bfloat16")
-# Fields that stores were made without, and what they say where they are left out.
+# Fields that older stores lack, and their values there.
 _LATER = {"scale_dtype": None, "state_size": 0}
-# Of a configuration: names of places and versions, what is written when a model is saved, and what
-# a forward pass returns. None of these changes a key or a value; the dtypes of the weights are
-# hashed with the weights.
+# Entries of a configuration with names of places and versions, with facts of saving a model, and
+# with outputs of a forward pass. None of these changes a key or a value; the dtypes of the weights
+# are hashed with the weights.
 _IRRELEVANT = {
     "_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "architectures",
     "dtype", "torch_dtype", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
 }  # fmt: skip
-# Kinds of layers whose cache has a window, and where the configuration has its size.
+# Kinds of layers with a window, and the configuration's entry for its size.
 _WINDOWS = {
     "sliding_attention": "sliding_window", "hybrid_sliding": "sliding_window",
     "reference_sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size",
@@ -125,7 +125,7 @@ class Fingerprint:
     tokenizer_hash
         Names the tokenizer, where token ids alone do not say what was computed.
     state_size
-        Float32 numbers of the state behind a prefix, of layers that keep one beside those with
+        Float32 numbers of the state after a prefix, of layers that keep one beside those with
         keys and values. What is stored of a prefix ends with (state,), [state_size] float32, and
         a prefix is found where a state was stored. 0: there is none.
     mark
@@ -225,7 +225,7 @@ class Fingerprint:
 
     @property
     def scale_torch_dtype(self) -> torch.dtype | None:
-        """Dtype of scales; None where there are none."""
+        """Dtype of scales; None: there are none."""
         return None if self.scale_dtype is None else _DTYPES[self.scale_dtype]
 
     @property
@@ -246,7 +246,7 @@ class Fingerprint:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state; 0 where there is none."""
+        """Bytes of a state; 0: there is none."""
         return self.state_size * torch.float32.itemsize
 
     def encoded(self) -> bytes:

@@ -92,7 +92,7 @@ class Prefixes:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of the model."""
+        """Fingerprint of the model."""
         return self._handle.fingerprint
 
     @property
@@ -181,9 +181,9 @@ class Prefixes:
         -------
         list of (K, V) or None
             One pair a layer, [num_kv_heads, hit.num_tokens, head_size]; a layer with a window has
-            its last window - 1 tokens. V has the strides of ``v_layout``. Of a fingerprint with
-            scales (K, V, K's scales, V's scales), scales [num_kv_heads, tokens]. Of one with
-            states (state,) behind the last layer, [state_size] float32. None: a miss after
+            its last window - 1 tokens. V has the strides of ``v_layout``. For a fingerprint with
+            scales (K, V, K's scales, V's scales), scales [num_kv_heads, tokens]. For one with
+            states (state,) after the last layer, [state_size] float32. None: a miss after
             all, for a slot that was damaged or has been given to another prefix; it was dropped, so
             that the next ``lookup`` finds what is left.
         """
@@ -273,7 +273,7 @@ class Prefixes:
     ) -> int | Future[int]:
         """Store the keys and values of a prefix.
 
-        Only what is not stored yet is written.
+        Writes only tokens that are not stored yet.
 
         Parameters
         ----------
@@ -282,9 +282,9 @@ class Prefixes:
         kv
             (K, V) of each layer, [num_kv_heads, n, head_size] or [1, num_kv_heads, n, head_size],
             any strides; a layer with a window may have only its last tokens, at least
-            window - 1. Of a fingerprint with scales (K, V, K's scales, V's scales), scales
-            [num_kv_heads, n] or [num_kv_heads, n, 1]. Of one with states (state,) behind the last
-            layer, [state_size] float32: that behind the n tokens.
+            window - 1. For a fingerprint with scales (K, V, K's scales, V's scales), scales
+            [num_kv_heads, n] or [num_kv_heads, n, 1]. For one with states (state,) after the last
+            layer, [state_size] float32: the state after the n tokens.
         context
             See ``lookup``.
         ttl
@@ -346,5 +346,5 @@ class Prefixes:
         return self._handle.costs.should_load(hit.num_tokens, num_bytes)
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Tell how long the model took to compute so many tokens."""
+        """Record how long the model took to compute a number of tokens."""
         self._handle.costs.observe_prefill(num_tokens, seconds)

@@ -15,7 +15,7 @@ _SCHEMES = ("redis", "rediss", "unix")
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A Redis or Valkey server, or cluster, behind the local store.
+    """A Redis or Valkey server, or cluster, as second tier of the local store.
 
     Attributes
     ----------

@@ -26,7 +26,7 @@ _FIELDS = struct.Struct("<8sII32s32sIIQQQqI")
 _CRC = struct.Struct("<I")
 _HEAD_BYTES = _FIELDS.size + _CRC.size
 _MAX_PIECE_BYTES = MAX_VALUE_BYTES - _HEAD_BYTES
-# Of a slot's header, and of a value's: how long a prefix has to be to find its windows there.
+# In a slot's and a value's header: the least length of a prefix that finds its windows there.
 _IMAGE_PLACE = struct.Struct("<32xI52x32s")
 _MAX_PIECES = 1 << 12  # of an image of 2 GiB, and then some
 _IMAGE_USABLE_FROM = struct.Struct("<36xI")
@@ -51,7 +51,7 @@ def usable_from(image: memoryview) -> int:
 
 
 def image_sizes(store: Store, count: int) -> tuple[int, int]:
-    """Return the sizes of an image of so many tokens, with a state and without."""
+    """Return the sizes of an image of some tokens, with a state and without."""
     return store.image_bytes(count), store.image_bytes(count, with_state=False)
 
 

@@ -73,7 +73,7 @@ class Session:
         Parameters
         ----------
         max_tokens
-            At most so many: a model that is to predict must compute at least the last token.
+            Most tokens to load: a model that predicts must compute at least the last token.
 
         Returns
         -------
@@ -170,7 +170,7 @@ class Session:
         return self._handle.native.write_session(self._scope, self._name, memoryview(copy))
 
     def fork(self, id: str) -> Session:
-        """Begin another session with the same tokens; it shares what is stored of them.
+        """Begin another session with the same tokens; it shares their stored keys and values.
 
         Raises
         ------
@@ -185,7 +185,7 @@ class Session:
         return other
 
     def rewind(self, num_tokens: int) -> None:
-        """Keep only the first tokens; stored keys and values stay, for whoever shares them.
+        """Keep only the first tokens; stored keys and values stay for other users.
 
         The next ``step`` is a "query".
         """

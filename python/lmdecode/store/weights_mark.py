@@ -15,7 +15,7 @@ _PLACE_BYTES = 64
 
 
 def _weights(model: Any) -> Iterator[Tensor]:
-    """Parameters and saved buffers, each once, without those of adapters (PEFT)."""
+    """Parameters and saved buffers, each once, except adapters (PEFT)."""
     seen: set[int] = set()
     coming = [model]
     while coming:  # modules() takes twice the time
