@@ -139,14 +139,14 @@ class CausalBatch:
 
     @_one_at_a_time
     def add(self, prompt_ids: Any, *, request_id: Hashable = None) -> Hashable:
-        """Add a sequence, whose prompt the next steps read.
+        """Add a sequence; the next steps read its prompt.
 
         Parameters
         ----------
         prompt_ids : sequence of int or Tensor
             [length] token ids, at least one.
         request_id : Hashable, optional
-            What it is called; a number by default.
+            Its name; a number by default.
 
         Returns
         -------
@@ -249,7 +249,7 @@ class CausalBatch:
         Parameters
         ----------
         tokens : mapping, optional
-            The next token of sequences whose prompt has been read. The others wait.
+            The next token of sequences that have read their prompts. The others wait.
 
         Returns
         -------

@@ -77,7 +77,7 @@ MOST_REQUESTS = 1 << 16  # of a batch
 def check_sizes_of_batch(
     op: str, longest: int | None, max_requests: int, capacity: int, max_step_tokens: int
 ) -> tuple[int, int, int]:
-    """Return the sizes of a batch of sequences; raise ValueError or TypeError for what is none.
+    """Return the checked sizes of a batch of sequences; raises ValueError or TypeError.
 
     ``longest`` is the most positions that the model has.
     """
@@ -194,7 +194,7 @@ class CausalCaches:
         ]
 
     def reachable(self, sequence: int, length: int) -> int:
-        """Return the longest length, at most ``length``, whose state a sequence keeps.
+        """Return the longest length, at most ``length``, with a state that a sequence keeps.
 
         Where no layer keeps a state it is ``length``; a window may be in the way all the same.
         """
@@ -205,7 +205,7 @@ class CausalCaches:
 
     def _reserved(self, size: int) -> Tensor:
         try:
-            # Much of it may never be used: a page of 2 MB would be had for its first byte.
+            # Much of it may never be used: the first byte would take a whole page of 2 MB.
             return new_memory(size, huge_pages=False)
         except (OSError, OverflowError) as error:
             raise MemoryError(

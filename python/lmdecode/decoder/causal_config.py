@@ -62,7 +62,7 @@ class CausalConfig:
         Features of a head that are turned, even, the first ones; feature i with feature
         ``i + rotary_size / 2``. ``head_size`` by default, 0 where no layer is turned.
     rotary_scales : tuple of float
-        What cosines and sines are multiplied by, for each of the weights' ``rotary``.
+        Factor of the cosines and sines, for each of the weights' ``rotary``.
     norm : {"rms_norm", "layer_norm"}
         Kind of every norm, also of queries and keys.
     norm_epsilon : float
@@ -72,21 +72,21 @@ class CausalConfig:
     gated : bool
         ``activation(gate(x)) * up(x)`` instead of ``activation(up(x))``.
     attention_scale : float, optional
-        What scores are multiplied by; ``head_size ** -0.5`` by default.
+        Factor of the scores; ``head_size ** -0.5`` by default.
     attention_softcap, logits_softcap : float
         ``cap * tanh(x / cap)`` of scores, of logits. 0: none.
     embedding_scale, logits_scale : float
-        What embeddings, and logits before their cap, are multiplied by.
+        Factors of the embeddings, and of the logits before their cap.
     mixers : tuple of (ShortConvolution or GatedDeltaRule or Mamba2 or None)
-        Of each layer: what stands where attention stands, with its sizes. None: attention. Those
-        that are not None are equal. By default all layers have attention. Entries of ``windows``
-        and ``rotary`` are None where there is no attention.
+        The mixer of each layer, in place of attention, with its sizes. None: attention. Mixers are
+        equal. By default all layers have attention. Entries of ``windows``
+        and ``rotary`` are None without attention.
     attention_gate : bool
         Attention's output is multiplied by the sigmoid of a part of the projection.
     experts : ExpertsConfig, optional
-        Of layers whose feed-forward layer consists of experts.
+        For layers with a feed-forward layer of experts.
     global_head_size, global_num_kv_heads, global_rotary_size : int, optional
-        Of layers without a window: ``head_size``, ``num_kv_heads`` and ``rotary_size`` by default.
+        For layers without a window: ``head_size``, ``num_kv_heads`` and ``rotary_size`` by default.
     ffn_sizes : tuple of int
         Inner features of each layer's feed-forward layer; ``ffn_size``, their largest, by default.
     shared_keys : tuple of (int or None)
@@ -100,11 +100,11 @@ class CausalConfig:
     per_layer_size : int
         Features that a token gives to each layer beside its embedding. 0: none.
     per_layer_scale, per_layer_epsilon : float
-        What the rows of ``per_layer_embedding`` are multiplied by, and what is added to the mean
-        square of a projection in ``per_layer_norm_gamma``'s norm.
+        Factor of the rows of ``per_layer_embedding``, and the epsilon that the norm with
+        ``per_layer_norm_gamma`` adds to the mean square of a projection.
     attention_beside : bool
-        Every layer has a ``Mamba2``, and attention beside it: both read the same, and what they
-        give is added.
+        Every layer has a ``Mamba2``, and attention beside it: both read the same input, and their
+        outputs are added.
 
     Raises
     ------
@@ -256,7 +256,7 @@ class CausalConfig:
                 raise ValueError(f"{op}: {name} is {size}; expected an even number above 0")
 
     def _check_layers(self, op: str) -> None:
-        """Check what is said of each layer: feed-forward layers, keys and values."""
+        """Check the settings of each layer: feed-forward layers, keys and values."""
         defaults: dict[str, Any] = {
             "ffn_sizes": self.ffn_size, "shared_keys": None, "keys_are_values": False,
         }  # fmt: skip
@@ -323,7 +323,7 @@ class CausalConfig:
 
     @property
     def projected_size(self) -> int:
-        """Features of queries, keys, values and, where there is one, the gate, of these."""
+        """Features of the queries, keys, values and, if there is one, the gate of these heads."""
         return self.query_size * (1 + self.attention_gate) + 2 * self.key_size
 
     @property
@@ -341,14 +341,14 @@ class CausalLayerWeights(NamedTuple):
     Attributes
     ----------
     attention_norm_gamma, attention_norm_beta, ffn_norm_gamma, ffn_norm_beta : Tensor or None
-        [D]: of what the sublayer reads.
+        [D]: norms of the sublayer's input.
     attention_out_norm_gamma, ffn_out_norm_gamma : Tensor or None
-        [D]: of what the sublayer gives, before it is added.
+        [D]: norms of the sublayer's output, before it is added.
     qkv, qkv_bias : Tensor
         [Q + 2 K, D], [Q + 2 K]: queries, keys and values; without values where keys are these,
         queries alone where keys are another layer's. With ``attention_gate`` the gate's Q rows
-        follow. Of a layer with a mixer its first projection, [``mixer.projected``, D], behind
-        these with ``attention_beside``.
+        follow. A layer with a mixer has its first projection, [``mixer.projected``, D], instead,
+        or with ``attention_beside`` after these.
     query_norm_gamma, key_norm_gamma : Tensor or None
         [head_size]: of each head; or [Q] and [K]: of all heads as one row. Before they are turned.
     attention_out : Tensor
@@ -357,40 +357,40 @@ class CausalLayerWeights(NamedTuple):
     ffn_up, ffn_gate : Tensor
         [F, D], with bias [F].
     ffn_down : Tensor
-        [D, F], with bias [D]. Of a layer with experts ``ffn_up``, ``ffn_gate`` and ``ffn_down`` are
+        [D, F], with bias [D]. In a layer with experts ``ffn_up``, ``ffn_gate`` and ``ffn_down`` are
         the shared expert's, with F ``experts.shared_size``, or None.
     convolution, convolution_bias : Tensor or None
         [``mixer.channels``, taps], the last tap the token's own, and [``mixer.channels``].
     decay, decay_bias, mixer_norm_gamma : Tensor or None
-        Of a ``GatedDeltaRule``: [num_value_heads] each, and [value_size]. Of a ``Mamba2``:
-        [num_heads] each, and [``mixer.mixed``], None where there is no norm.
+        For a ``GatedDeltaRule`` [num_value_heads] each, and [value_size]. For a ``Mamba2``
+        [num_heads] each, and [``mixer.mixed``], or None: no norm.
     sinks : Tensor or None
         [num_heads]: scores of a key without a value, one more for each query head.
     router, router_bias, router_choice_bias : Tensor or None
-        Of a layer with E experts: [E, D]; [E], added to its product; and [E], added to what experts
-        are chosen by.
+        For a layer with E experts: [E, D]; [E], added to its product; and [E], added only to choose
+        the experts.
     experts_gate, experts_up, experts_down : sequence of Tensor
-        Of its E experts: each [X, D], [X, D] and [D, X], of X ``experts.size``; one tensor with E
-        in front will do. Each is asked for once when they are packed.
+        For its E experts: each [X, D], [X, D] and [D, X], X being ``experts.size``; or one tensor
+        with E in front. Each is asked for once when they are packed.
     experts_gate_bias, experts_up_bias, experts_down_bias : Tensor or None
         [E, X], [E, X] and [E, D].
     shared_gate : Tensor or None
-        [D]: the sigmoid of its product scales what the shared expert gives.
+        [D]: the sigmoid of its product scales the shared expert's output.
     router_scale : Tensor or None
-        [E]: what the weights of experts are multiplied by at last.
+        [E]: factors of the experts' weights, applied last.
     router_norm_gamma, experts_norm_gamma : Tensor or None
-        [D]: of what the router reads, and of what the experts read. The shared expert reads what
-        ``ffn_norm_gamma`` gives.
+        [D]: norms of the router's input, and of the experts' input. The shared expert reads the
+        output of ``ffn_norm_gamma``.
     experts_out_norm_gamma, shared_out_norm_gamma : Tensor or None
-        [D]: of what the experts give, and of what the shared one gives, before these are added. A
-        layer has all four of these norms, or none.
+        [D]: norms of the experts' output, and of the shared one's, before these are added. A layer
+        has all four of these norms, or none.
     per_layer_gate, per_layer_out, per_layer_out_norm_gamma : Tensor or None
-        [P, D], [D, P] and [D], where P is not 0: behind the feed-forward layer there is
+        [P, D], [D, P] and [D], where P is not 0: after the feed-forward layer comes
         ``x += norm(out(activation(gate(x)) * inputs))`` with the token's inputs of the layer.
     layer_scale : Tensor or None
-        [1]: what x is multiplied by at last.
+        [1]: factor of x, applied last.
     mixer_skip : Tensor or None
-        Of a ``Mamba2``: [num_heads].
+        For a ``Mamba2``: [num_heads].
     """
 
     attention_norm_gamma: Tensor | None

@@ -464,7 +464,7 @@ class PackedCausalModel:
         if self.mtp is not None and weights.mtp is not None:
             size += self.mtp._most_bytes(weights.mtp[1])
         formats = {name: self._format_of_table(name) for name in TABLES}
-        # Pages that nothing is written to are never had of the system.
+        # The system never hands out pages that nothing is written to.
         memory = WeightMemory(new_memory(size), self.weight_format, formats)
         self._pack(self._parts_of_model(weights, embedding_format), weights.layers, memory)
         self.own_bytes = memory.used

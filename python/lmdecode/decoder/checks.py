@@ -20,7 +20,7 @@ _Shape = tuple[int | None, ...]  # None: any size above 0
 
 
 def check_floats(op: str, name: str, value: object) -> None:
-    """Raise for what is no dense tensor of floats with values."""
+    """Raise for anything but a dense tensor of floats with values."""
     check_dense_tensors(op, **{name: value})
     assert isinstance(value, Tensor)
     if not value.is_floating_point():
@@ -30,7 +30,7 @@ def check_floats(op: str, name: str, value: object) -> None:
 
 
 def check_memory(op: str, memory: Any, size: int | None, source: int) -> None:
-    """Raise ValueError for what is no memory, [source or fewer, size] floats."""
+    """Raise ValueError for anything but a memory, [source or fewer, size] floats."""
     if not isinstance(memory, Tensor) or memory.dim() != 2 or memory.shape[1] != size:
         shape = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
         raise ValueError(f"{op}: memory is {shape}; expected a tensor [source, {size}]")
@@ -96,7 +96,7 @@ def check_fields(config: Any, fields: Mapping[str, object], op: str = _OP) -> No
 def check_layer(config: Any, layer: Any) -> None:
     """Raise TypeError or ValueError for the first tensor of a layer that does not fit.
 
-    Of a decoder, or of an encoder, whose layers have no cross-attention.
+    For a decoder, or an encoder (its layers have no cross-attention).
     """
     is_decoder = isinstance(config, DecoderConfig)
     if is_decoder and not isinstance(layer, LayerWeights):

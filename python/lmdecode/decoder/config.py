@@ -22,7 +22,7 @@ NORMS: dict[str, int] = {"layer_norm": 0, "rms_norm": 1}
 
 
 def check_sizes(op: str, config: object, *names: str, least: int = 1) -> None:
-    """Put an int in the place of each size of a config; raise for what is none."""
+    """Convert each size of a config to an int; raise if it is not one."""
     for name in names:
         limits = f"{least} to 2^31 - 1"
         size = check_int(op, name, getattr(config, name), least, (1 << 31) - 1, limits=limits)
@@ -38,7 +38,7 @@ def check_norm_and_activation(op: str, config: object) -> None:
 
 
 def check_numbers(op: str, config: object, *names: str) -> None:
-    """Put a float in the place of each number of a config; raise for what is not finite.
+    """Convert each number of a config to a float; raise if it is not finite.
 
     Epsilons and caps are at least 0.
     """
@@ -118,11 +118,11 @@ class DecoderConfig:
     gated : bool
         ``activation(gate(x)) * up(x)`` instead of ``activation(up(x))``.
     attention_scale : float, optional
-        What scores are multiplied by; ``head_size ** -0.5`` by default.
+        Factor of the scores; ``head_size ** -0.5`` by default.
     denominator_epsilon : float
         Added to the sum that softmax divides by.
     embedding_scale : float
-        What embeddings are multiplied by.
+        Factor of the embeddings.
     position_offset : int
         The row of the position table that position 0 has.
     unplaced_token : int, optional

@@ -97,7 +97,7 @@ class PackedDecoding(Batches):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _kind(self) -> str | None:
-        """Return the name of the model's class, None where it is not known yet."""
+        """Return the name of the model's class, or None if it is not known yet."""
         return None
 
     def save(self, folder: str | os.PathLike[str]) -> None:

@@ -92,7 +92,7 @@ class Plan:
         self.forward.positions.fill_(position)
 
     def step(self) -> None:
-        """Add a token to every sequence: by the graph, where there is one.
+        """Add a token to every sequence, by the graph if there is one.
 
         The tokens before it have been read, but for the last ones, which ``read`` has set or the
         step before this.
@@ -163,7 +163,7 @@ def take_plan(
     parameters: BeamParameters,
     token_rules: TokenRules,
 ) -> Plan:
-    """Return a plan that is filled with these searches, whose tensors are on the CPU.
+    """Return a plan that is filled with these searches; their tensors are on the CPU.
 
     It is one that an earlier search has given back to ``decoder.plans``, or a new one.
     """

@@ -1,4 +1,4 @@
-"""The packed parts of an encoder-decoder model, whose weights lie in one memory."""
+"""The packed parts of an encoder-decoder model, with their weights in one memory."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class DecoderLayer:
         Returns
         -------
         DecodingCaches
-            In whose ``table`` every row is its own.
+            Every row of their ``table`` refers to itself.
 
         Raises
         ------
@@ -131,7 +131,7 @@ class DecoderLayer:
         positions : Tensor
             [R] integers: where each row's sequence is; earlier positions have been run.
         requests : Tensor, optional
-            [R] integers: whose memory each row attends to; by default the rows are spread evenly.
+            [R] integers: the request with each row's memory; by default the rows are spread evenly.
         cache_rows : Tensor, optional
             [R] integers, all different: the row of the caches that each is; their order by default.
 

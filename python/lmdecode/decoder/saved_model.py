@@ -136,7 +136,7 @@ def save_packed(folder: Path, model: PackedModel, files: Mapping[str, bytes], **
         "weight_format": model.weight_format,
         "facts": model.facts(),
         "weights": {"file": name, "bytes": sum(map(len, memory)), "crc32": crc},
-        # Whether this or a save before made it: what was there is the user's, and stays.
+        # Whether this or an earlier save made it: the user's own files stay.
         "files": {file: file in before or not (folder / file).exists() for file in files},
         **more,
     }

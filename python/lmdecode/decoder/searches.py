@@ -137,7 +137,7 @@ class DecodingSearches:
         return int(self.are_running().sum())
 
     def are_running(self) -> Tensor:
-        """Return [slots] bool: whose searches go on."""
+        """Return [slots] bool: whether each search goes on."""
         state, most = self.state, self.parameters.max_lengths
         capacity = state.sequences.shape[2]
         is_short = state.lengths < torch.where(most > 0, most, capacity).clamp(max=capacity)

@@ -33,7 +33,7 @@ class Spares(Generic[Thing]):
         return None
 
     def give_back(self, key: Hashable, thing: Thing) -> None:
-        """Keep one, and forget that which was given back longest ago where there are too many."""
+        """Keep an object; if there are too many, drop the one that was given back first."""
         with self._lock:
             self._kept.append((key, thing))
             del self._kept[: -self._most]

@@ -86,7 +86,7 @@ class PackedStack:
     def _gather(
         self, config: Any, weight_format: str, embedding: Tensor, others: list[Tensor]
     ) -> None:
-        """Move what was packed to one memory, and take it."""
+        """Move the packed tensors to one memory, and take it."""
         memory = gather(others)
         self._take(config, weight_format, [embedding, *others], memory)
 
@@ -177,7 +177,7 @@ class PackedDecoder(PackedStack):
 
 
 def packed_layer(config: Any, layer: Any, weight_format: str) -> PackedStack:
-    """Return one layer of a decoder, of whose config it is the only one; it is checked."""
+    """Return a checked layer of a decoder, the only one of its config."""
     stack = PackedStack()
     stack._gather(config, weight_format, float32(None), pack_layer(config, layer, weight_format))
     return stack

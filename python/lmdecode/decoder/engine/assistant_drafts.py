@@ -143,7 +143,7 @@ class AssistantDrafts:
         return drafts_of(self._texts, asks)
 
     def _take(self, asks: Sequence[DraftAsk]) -> None:
-        """Append the chosen tokens of texts, and go back to what they have in common."""
+        """Append the chosen tokens of texts; the caches go back to what these confirm."""
         own, places, lengths = self._settings.model.config.vocab_size, [], []
         for row, new, _ in asks:
             text = self._texts.get(row)

@@ -457,7 +457,7 @@ class Engine:
             self._leave(end, told)
 
     def _begin(self, sequence: WrittenSequence) -> None:
-        """Start decoding a sequence whose prompt has been read."""
+        """Start decoding a sequence after its prompt."""
         if isinstance(sequence, DrawnSequence):
             self._drawn.begin(sequence)
         else:

@@ -65,7 +65,7 @@ class Places:
         return taken
 
     def give_back(self, place: int, *, keep: int = 0) -> None:
-        """Let a place be taken; what it holds of the first ``keep`` tokens of its prompt stays."""
+        """Free a place; it keeps at most the first ``keep`` tokens of its prompt."""
         if keep >= BLOCK_SIZE and place in self._prompts:
             try:
                 self._caches.truncate([place], [keep])

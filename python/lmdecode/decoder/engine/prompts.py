@@ -106,7 +106,7 @@ class PromptReader(Generic[S]):
                 self._share(sequence, leader.places[0], length)
 
     def _look_again(self, sequence: S) -> None:
-        """Find another leader for a sequence whose leader has left, or make it read by itself."""
+        """Find another leader for a sequence after its leader left, or make it read by itself."""
         prompt, own = sequence.prompt_ids, sequence.places[0]
         of, length = self._places.longest_common(prompt, but=own)
         leader: ReadSequence | None = self._leader_at(of)

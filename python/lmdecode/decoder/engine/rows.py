@@ -79,7 +79,7 @@ class DrawnRows:
         return self._sampler.count
 
     def begin(self, sequence: DrawnSequence) -> None:
-        """Take a sequence whose prompt has been read: its logits come last in the next step."""
+        """Take a sequence after its prompt was read: its logits come last in the next step."""
         prompt = torch.tensor(sequence.request.prompt_ids, device="cpu")
         self._sampler.begin(prompt, sequence.rules)
         self.running.append(sequence)
@@ -209,7 +209,7 @@ class DrawnRows:
         return results, ended
 
     def _bitmask(self, running: list[DrawnSequence]) -> tuple[Tensor | None, dict[int, Ended]]:
-        """Return the bitmask of some sequences, and those whose grammar failed."""
+        """Return the bitmask of some sequences, and the sequences with a failed grammar."""
         failed: dict[int, Ended] = {}
         if all(sequence.grammar is None for sequence in running):
             return None, failed
@@ -281,7 +281,7 @@ class SearchedRows:
         return self._entries
 
     def begin(self, sequence: SearchedSequence) -> None:
-        """Take a sequence whose prompt has been read: its logits come last in the next step."""
+        """Take a sequence after its prompt was read: its logits come last in the next step."""
         sequence.id = self._search.insert(sequence.search, token_rules=sequence.token_rules)
         self.running[sequence.id] = sequence
         self._set_places([*self.places, sequence.places[0]])

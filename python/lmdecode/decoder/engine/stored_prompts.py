@@ -21,7 +21,7 @@ _MOST_PENDING = 8  # prompts that wait to be written; more are dropped if the di
 
 @dataclass
 class _Copy:
-    """What a sequence has read of its prompt, and the prefixes of it that are to be stored."""
+    """The part of a prompt that a sequence has read, and the prefixes to store."""
 
     states: PromptStates
     length: int = 0
