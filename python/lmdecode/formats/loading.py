@@ -29,7 +29,7 @@ def check_as_it_is(source: object) -> None:
 
 
 def has_mxfp4(folder: Path) -> bool:
-    """Whether a folder has a model of gpt-oss whose experts are blocks of MXFP4."""
+    """Whether a folder has a gpt-oss model with experts in blocks of MXFP4."""
     path = folder / "config.json"
     if not path.is_file():
         return False

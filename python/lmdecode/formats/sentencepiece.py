@@ -45,7 +45,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def keep_rules(tokenizer: Any, path: Path, unknown: str | None) -> list[str]:
-    """Give a tokenizer the rules of a file; its tokens, and what is put around a text, stay.
+    """Give a tokenizer the rules of a file; its tokens, and those added to a text, stay.
 
     ``unknown`` is the token for letters that no piece has. Return the words of the user, which are
     tokens wherever a normalised text has them, and no special ones. Raise ValueError for a file

@@ -18,7 +18,7 @@ from lmdecode.integrations.transformers.decoding.models import parts_of
 
 __all__ = ["load_parts"]
 
-# The tables whose rows the file counts, where the config has one count for several.
+# Tables with their own number of rows in the file, where the config has one for several.
 _FREE = ("embed_positions.weight", "embed_positions.weights", "encoder.embed_tokens.weight")
 
 

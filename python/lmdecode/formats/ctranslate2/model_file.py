@@ -61,7 +61,7 @@ class _Scanner:
         return int(value)
 
     def text(self, what: str) -> str:
-        """Read a string, whose length counts the zero byte at its end."""
+        """Read a string; its length counts the zero byte at its end."""
         size = self.number("<H", f"the length of {what}")
         begin = self.take(size, what)
         data = self.memory[begin : begin + size]

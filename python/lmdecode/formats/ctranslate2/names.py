@@ -177,7 +177,7 @@ class Names:
     def split_rows(
         self, parameters: list[str], scope: str, sizes: list[int], *, has_bias: bool = True
     ) -> None:
-        """Name linear layers whose rows are consecutive and together are all of a variable."""
+        """Name linear layers that together have all rows of a variable, one after the other."""
         rows = self.shape(f"{scope}/weight", 2)[0]
         if rows != sum(sizes) or min(sizes) < 1:
             raise self.refused(f"has {scope + '/weight'!r} of {rows} rows, not {sizes} together")

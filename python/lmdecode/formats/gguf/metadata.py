@@ -55,7 +55,7 @@ WITHOUT_EFFECT = _by_key({
 })  # fmt: skip
 
 _OTHERS = "which is of other architectures"
-#: Refused, as it may change logits: what it is.
+#: Descriptions of entries that are refused, as they may change logits.
 REFUSED = _by_key({
     "which is a mixture of experts; expected a dense model": "expert_count",
     "with which a token sees those behind it, as in an encoder": "attention.causal",
@@ -89,7 +89,7 @@ for _key in ("gating_func", "group_count", "group_used_count", "weights_scale"):
 
 
 def unread(key: str, value: object) -> str | None:
-    """Return what is wrong with an entry that nobody has asked for, None where nothing is."""
+    """Return the fault of an entry that was not asked for, or None."""
     if key in WITHOUT_EFFECT or key.partition(".")[0] + "." in WITHOUT_EFFECT:
         return None
     if isinstance(value, (int, float)) and value in _NOTHING.get(key, (0,)):

@@ -153,7 +153,7 @@ class _Vocabulary:
         return found
 
     def scored_pairs(self, ids: dict[str, int]) -> list[tuple[str, str]]:
-        """Return the merges by scores; note the scores of what they make, and whether some tie."""
+        """Return the merges by scores; note the scores of merged pieces, and whether some tie."""
         scores, words = dict[str, float](), set[str]()
         for token, kind, score in zip(self.tokens, self.kinds, self.scores, strict=True):
             if kind not in (_CONTROL, _BYTE, _UNKNOWN):
@@ -208,7 +208,7 @@ class _LeftmostPieces:
 
 
 def _bytes_tokenizer(vocabulary: _Vocabulary) -> Any:
-    """Return a tokenizer whose tokens are of bytes, after words are cut as ``pre`` says."""
+    """Return a byte-level tokenizer, which splits words by the rules of ``pre``."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = vocabulary.entry("pre", str, "default")
@@ -368,7 +368,7 @@ def _tokenizer_of(file: GgufFile) -> GgufTokenizer:
 
 
 def _add_named(tokenizer: Any, specials: dict[str, str]) -> None:
-    """Make special what is special by its name alone, as transformers does."""
+    """Make tokens special that are so by their names alone, as transformers does."""
     from tokenizers import AddedToken
 
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()

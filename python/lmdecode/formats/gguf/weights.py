@@ -105,7 +105,7 @@ _OF_LAYER = {
 _NORM_BEHIND = (
     "gemma2", "gemma3", "gemma4", "gpt-oss", "olmo2", "qwen35", "qwen35moe", "qwen3next",
 )  # fmt: skip
-# Parameters of a layer whose tensors' names have no ending, or another.
+# Parameters of a layer with tensors that have no ending in their names, or another.
 _OWN = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
@@ -122,9 +122,9 @@ _OWN = {
 _OF_OWN = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, _OWN))})")
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
 
-#: Architectures whose rows of queries and keys llama.cpp has in pairs, rather than in halves.
+#: Architectures with rows of queries and keys in pairs in llama.cpp, rather than in halves.
 PERMUTED = ("granite", "granitehybrid", "granitemoe", "llama", "smollm3")
-#: Architectures whose norms llama.cpp has as 1 + weight, the delta rule's excepted.
+#: Architectures with norms stored as 1 + weight in llama.cpp, except the delta rule's.
 PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 #: Tensors that are no parameters.
 IGNORED = ("rope_freqs.weight",)
@@ -322,7 +322,7 @@ class Weights:
         self._keeps_blocks = keeps_blocks
         config = model.config
         self._heads = dict[str, int]()
-        if self._architecture in PERMUTED:  # whose layers are alike
+        if self._architecture in PERMUTED:  # their layers are alike
             self._heads = {
                 "q_proj": config.num_attention_heads,
                 "k_proj": getattr(config, "num_key_value_heads", config.num_attention_heads),
