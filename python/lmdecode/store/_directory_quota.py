@@ -119,7 +119,7 @@ def shrink(folder: Path, limit: int, at_once: int = 0) -> int:
             return taken
         if taken - sum(_allocated(directory, "slab-") for directory in stores) > limit:
             return taken
-        # Counted, not looked at again: some file systems say later what they were given.
+        # Counted, not read again: some file systems report new bytes later.
         wanted = max(taken - limit, at_once)
         given, left = 0, list(stores.values())
         while given < wanted and left:
@@ -230,7 +230,7 @@ class LimitedStore:
     # --- what writes
 
     def put(self, scope: Scope, ids: memoryview, planes: Any, options: PutOptions) -> int:
-        """Store a prefix; where there is no room, nothing of it."""
+        """Store a prefix; nothing of it if there is no room."""
         return self._stored(
             scope, ids, len(ids), lambda: self.native.put(scope, ids, planes, options)
         )
@@ -261,7 +261,7 @@ class LimitedStore:
             shrink(self._folder, self._limit)
         return new
 
-    # --- what is said of it
+    # --- state
 
     def failure(self) -> str:
         """Why nothing is stored."""

@@ -62,7 +62,7 @@ class ExportHead:
 
 
 def checked_path(op: str, name: str, path: object) -> Path:
-    """Return a path; raise TypeError or ValueError for what is none, before anything is opened."""
+    """Return a checked path; raises TypeError or ValueError before anything is opened."""
     if not isinstance(path, (str, os.PathLike)):  # a number would be an open file's
         raise type_error(op, name, path, "a path")
     if "\0" in os.fspath(path):

@@ -75,7 +75,7 @@ class StoreHandle:
         weakref.finalize(self, remote.abandon)
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run in the background; StoreError in a forked process, whose threads are its parent's."""
+        """Run in the background; StoreError in a forked process: the threads are its parent's."""
         if os.getpid() != self._process:
             raise StoreError("KVStore: opened by another process; open it again after a fork")
         with self.lock:
@@ -84,7 +84,7 @@ class StoreHandle:
             return self._executor.submit(function, *arguments)
 
     def close(self) -> None:
-        """Wait for what runs in the background, make everything durable and let go."""
+        """Wait for background work, make everything durable and close."""
         with self.lock:
             executor, self._executor = self._executor, None
             self.current = None

@@ -320,7 +320,7 @@ class RemoteTier:
         """Let a prefix that was committed be written in the background."""
         if num_tokens:
             copy = array("i")
-            copy.frombytes(ids[:num_tokens].tobytes())  # the caller may change what it gave
+            copy.frombytes(ids[:num_tokens].tobytes())  # the caller may change its argument
             self._offer(_Upload(weakref.ref(store), scope, memoryview(copy)))
 
     def _offer(self, job: _Upload | _Flush) -> None:

@@ -76,7 +76,7 @@ class Fetch:
     stateless: set[bytes] = field(default_factory=set)  # keys of entries that lack the state
 
     def run(self, local: LocalPrefix) -> None:
-        """Fetch, insert, stop at the first entry that is not to be had."""
+        """Fetch and insert; stop at the first entry that is unavailable."""
         chunk, total = self.store.chunk_tokens, len(self.ids)
         root = self.store.key(self.scope, b"")
         position, key = 0, root

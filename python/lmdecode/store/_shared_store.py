@@ -349,7 +349,7 @@ class CommitServer:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Finish what is under way and say goodbye; before the lock goes."""
+        """Finish running calls and disconnect, before the lock is released."""
         with self._lock:
             self._is_closing = True
             peers = dict(self._peers)

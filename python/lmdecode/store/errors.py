@@ -14,7 +14,7 @@ class StoreLockedError(StoreError):
 
 
 class StoreDamagedError(StoreError):
-    """Bytes of the index, of a session or of an exported file are not what was written."""
+    """Bytes of the index, a session or an exported file differ from the written ones."""
 
 
 class FingerprintMismatchError(StoreError, ValueError):

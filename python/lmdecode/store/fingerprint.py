@@ -84,7 +84,7 @@ def hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
 
 
 def hash_vocabulary(tokenizer: Any) -> str | None:
-    """Return the ``tokenizer_hash`` of a fingerprint; None where there is no tokenizer."""
+    """Return the ``tokenizer_hash`` of a fingerprint; None without a tokenizer."""
     if tokenizer is None:
         return None
     return hashlib.sha256(_json(tokenizer.get_vocab()).encode()).hexdigest()
@@ -210,7 +210,7 @@ class Fingerprint:
 
     @property
     def num_entries(self) -> int:
-        """Entries of a cache: its layers and, where there is one, the state."""
+        """Entries of a cache: its layers and, if there is one, the state."""
         return self.num_layers + (self.state_size > 0)
 
     @property

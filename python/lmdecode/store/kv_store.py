@@ -231,7 +231,7 @@ class KVStore(Prefixes):
         view._is_tenant_view = True
         return view
 
-    # --- what it is
+    # --- identity
 
     def __repr__(self) -> str:
         readonly = ", readonly" if self.readonly else ""
@@ -253,7 +253,7 @@ class KVStore(Prefixes):
         return self._handle.slot_bytes
 
     def check_model(self, model: Any) -> None:
-        """Raise if a model is not the one whose keys and values are stored here.
+        """Raise if the stored keys and values are not this model's.
 
         ``generate_with_store`` calls this every time. If a store was opened without a mark, the
         first model sets it.

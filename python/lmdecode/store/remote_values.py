@@ -36,7 +36,7 @@ HEAD_RANGE = (0, _FIELDS.size - 1)
 
 
 class DamagedValueError(Exception):
-    """A value is not what was written under its key."""
+    """A value differs from the one written under its key."""
 
 
 def chain_key(parent: bytes, num_tokens: int, ids: bytes) -> bytes:

@@ -114,7 +114,7 @@ class Session:
         pin: bool = False,
         background: bool = False,
     ) -> int | Future[int]:
-        """Store the session's tokens and what was computed of them, in one transaction.
+        """Store the session's tokens with their keys and values, in one transaction.
 
         Parameters
         ----------
