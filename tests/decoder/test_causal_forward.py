@@ -150,7 +150,8 @@ def rounding_reference(format_: str, head: Tensor, monkeypatch: pytest.MonkeyPat
         dtype = format_of_head(format_) if is_head else format_
         return reference.packed_linear(x, weight.detach(), bias, dtype=dtype)
 
-    monkeypatch.setattr(causal_reference, "F", types.SimpleNamespace(linear=linear))
+    functional = types.SimpleNamespace(**{**vars(causal_reference.F), "linear": linear})
+    monkeypatch.setattr(causal_reference, "F", functional)
 
 
 def _rounded_rows(table: Tensor, weight_format: str) -> Tensor:
