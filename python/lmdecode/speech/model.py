@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import type_error
-from lmdecode.beam.state import beam_parameters, new_beam_state
-from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
+from lmdecode.decoder.engine.loop_rows import memory_rows
 from lmdecode.decoder.saved_model import MANIFEST, check_unchanged, load_packed
-from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.decoder.state import padded
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.decoding import Decoding
 from lmdecode.speech.features import LogMel
@@ -156,19 +153,11 @@ class SpeechModel:
 
     def first_logits(self, memory: Tensor) -> Tensor:
         """Return the logits after the start token, [V]."""
-        state = new_beam_state(1, 1, 2)
-        state.sequences[:, :, 0] = self.tokens.start
-        state.lengths.fill_(1)
-        parameters = beam_parameters(1, 1)
-        parameters.prompt_lengths.fill_(1)
-        source = padded(len(memory))
-        searches = DecodingSearches(
-            self.decoder, state, parameters, new_token_rules(1), source, num_candidates=1
-        )
-        lengths, slots = torch.tensor([[len(memory)], [0]], device="cpu")
-        searches.read_memory(memory[None], lengths, slots)
-        logits = searches.read_tokens()[0]
-        searches.release()
+        start = [[self.tokens.start]]
+        length, prompt = torch.tensor([[len(memory)], start[0]], device="cpu")
+        rows = memory_rows(self.decoder, memory[None], length, start, 2)
+        logits = rows.read_prompts(prompt[None])[0]
+        rows.release()
         return logits
 
 

@@ -132,7 +132,9 @@ def test_long_prompts_are_stored_while_they_are_read(
     expected = answer(decoding, PROMPT)
     forward = CausalCaches.forward
 
-    def stopped(self: Any, tokens: Any, entries: torch.Tensor, num_logits: int) -> torch.Tensor:
+    def stopped(
+        self: Any, tokens: Any, entries: torch.Tensor, num_logits: int, **options: Any
+    ) -> torch.Tensor:
         if num_logits > 0:
             raise KeyboardInterrupt
         return forward(self, tokens, entries, num_logits)

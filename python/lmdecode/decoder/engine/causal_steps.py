@@ -12,9 +12,9 @@ from lmdecode.decoder.engine.drafts import DraftAsk, Drafts, HiddenRows
 from lmdecode.decoder.engine.model_steps import StepLogits
 from lmdecode.decoder.engine.places import Places
 from lmdecode.decoder.engine.prompts import Part, PromptReader, add_parts
-from lmdecode.decoder.engine.rows import DrawnRows, Ended, SearchedRows
+from lmdecode.decoder.engine.rows import Ended, ReadRows, SearchedRows
 from lmdecode.decoder.engine.sequences import DrawnSequence, SearchedSequence, WrittenSequence
-from lmdecode.decoder.engine.stored_prompts import StoredPrompts
+from lmdecode.decoder.engine.stored_prompts import PromptStore
 
 __all__ = ["CausalSteps"]
 
@@ -23,21 +23,21 @@ class CausalSteps:
     """``ModelSteps`` of a decoder-only model: parts of prompts are read beside running sequences.
 
     A step has at most ``max_step_tokens``; with drafts, at most ``most_rows`` of them belong to
-    sampled sequences. Prompts are loaded from and written to ``store``.
+    sampled sequences. Prompts are loaded from and written to ``stored``.
     """
 
     def __init__(
         self,
         caches: CausalCaches,
         max_step_tokens: int,
-        store: Any,
+        stored: PromptStore | None,
         drafts: Drafts | None = None,
         most_rows: int = 0,
     ) -> None:
         self.caches, self._max_step_tokens = caches, max_step_tokens
         self.places = Places(caches, None if drafts is None else drafts.share)
-        self._stored = None if store is None else StoredPrompts(store, caches)
-        self._reader: PromptReader[WrittenSequence] = PromptReader(self.places, self._stored)
+        self._stored = stored
+        self._reader: PromptReader[WrittenSequence] = PromptReader(self.places, stored)
         self._drafts, self._most_rows = drafts, most_rows
         self._told: dict[DrawnSequence, int] = {}  # number of tokens that the drafts know of
         self._ahead: list[DrawnSequence] = []  # those that read drafts in the last step
@@ -76,7 +76,7 @@ class CausalSteps:
         """See ``ModelSteps``; nothing to do."""
         return []
 
-    def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
+    def read(self, drawn: ReadRows, searched: SearchedRows) -> StepLogits | None:
         """See ``ModelSteps``."""
         if self._stored is not None:  # a token follows each prompt that is read to its end
             self._stored.put_all(but=self._reader.sequences)
@@ -107,14 +107,15 @@ class CausalSteps:
     def _propose(self, running: list[DrawnSequence], room: int) -> list[list[int]]:
         """Return the drafts of a step with room for some tokens; an empty list: there are none.
 
-        Before, rejected tokens of the last drafts are removed from the caches.
+        Before, rejected tokens of the last drafts of these sequences are removed from the caches.
         """
         assert self._drafts is not None
-        ahead = [sequence for sequence in self._ahead if sequence.places]
+        ahead = [s for s in self._ahead if s.places and s in running]
+        waiting = [s for s in self._ahead if s.places and s not in running]
         if ahead:
             lengths = [len(s.prompt_ids) + len(s.request.tokens) - 1 for s in ahead]
             self.caches.truncate([s.places[0] for s in ahead], lengths)
-        self._ahead = []
+        self._ahead = waiting
         if not running:
             return []
         if self._reader.sequences:
@@ -131,8 +132,8 @@ class CausalSteps:
             asks.append(DraftAsk(place, tokens[self._told[sequence] :], min(left, each)))
             self._told[sequence] = len(tokens)
         drafts = self._drafts.propose(asks)
-        self._ahead = [s for s, draft in zip(running, drafts, strict=True) if draft]
-        return drafts if self._ahead else []
+        self._ahead = waiting + [s for s, draft in zip(running, drafts, strict=True) if draft]
+        return drafts if any(drafts) else []
 
     def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
         """See ``ModelSteps``. The prompt of a sound sequence is kept."""
@@ -161,7 +162,7 @@ class CausalSteps:
 
 
 def _hidden_rows(
-    drawn: DrawnRows,
+    drawn: ReadRows,
     searched: SearchedRows,
     parts: list[Part[WrittenSequence]],
     drafts: list[list[int]],
@@ -185,7 +186,7 @@ def _hidden_rows(
 
 
 def _inputs(
-    drawn: DrawnRows,
+    drawn: ReadRows,
     searched: SearchedRows,
     parts: list[Part[WrittenSequence]],
     drafts: list[list[int]],

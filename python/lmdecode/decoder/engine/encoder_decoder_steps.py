@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lmdecode._ops import ops
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.engine.model_steps import StepLogits
-from lmdecode.decoder.engine.rows import DrawnRows, Ended, FollowingCaches, SearchedRows
+from lmdecode.decoder.engine.rows import Ended, FollowingCaches, ReadRows, SearchedRows
 from lmdecode.decoder.engine.sequences import DrawnSequence, WrittenSequence
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.weights import PackedDecoder
@@ -42,11 +43,12 @@ class EncoderDecoderSteps:
         max_step_tokens: int,
     ) -> None:
         self._num_beams, self._max_step_tokens = num_beams, max_step_tokens
+        self.vocab_size = decoder.config.vocab_size
         self.sequences = max_requests * num_beams
         # A row at the capacity of the state is not read.
         state = self._state = new_beam_state(max_requests, num_beams, capacity + 1)
         state.done.fill_(1)
-        self._searches = DecodingSearches(
+        self.searches = DecodingSearches(
             decoder,
             state,
             beam_parameters(max_requests, 1),
@@ -56,7 +58,7 @@ class EncoderDecoderSteps:
         )
         with torch.inference_mode(False):
             self._logits = torch.empty(
-                self.sequences, decoder.config.vocab_size, device="cpu", dtype=torch.float32
+                self.sequences, self.vocab_size, device="cpu", dtype=torch.float32
             )
             self._grows = torch.zeros(max_requests, dtype=torch.int64, device="cpu")
         self._tokens = state.sequences.view(-1)
@@ -92,12 +94,13 @@ class EncoderDecoderSteps:
 
     def encode(self) -> list[Ended]:
         """See ``ModelSteps``."""
-        failed: list[Ended] = []
+        failed, encoded, memories = list[Ended](), list[WrittenSequence](), list[Tensor]()
         positions = 0
         for sequence in tuple(self.reading):
-            assert sequence.input is not None
+            if sequence.input is None:
+                continue
             positions += sequence.input.positions
-            if self._encoded and positions > self._max_step_tokens:
+            if encoded and positions > self._max_step_tokens:
                 break
             try:
                 with torch.device("cpu"):
@@ -106,24 +109,31 @@ class EncoderDecoderSteps:
                 self.reading.remove(sequence)
                 failed.append(Ended(sequence, "error", error))
                 continue
-            self._read_memory(sequence, memory)
-            self._encoded.append(sequence)
+            sequence.input = None
+            encoded.append(sequence)
+            memories.append(memory)
+        if encoded:
+            self._read_memories(encoded, memories)
+            self._encoded += encoded
         return failed
 
-    def _read_memory(self, sequence: WrittenSequence, memory: Tensor) -> None:
-        """Write the memory and the prompt of a sequence to its place."""
-        place, prompt = self._place_of(sequence), sequence.request.prompt_ids
-        sequence.input = None
-        places = torch.tensor([place], device="cpu")
-        lengths = torch.tensor([len(memory)], device="cpu")
-        self._searches.read_memory(memory[None], lengths, places)
+    def _read_memories(
+        self, sequences: Sequence[WrittenSequence], memories: Sequence[Tensor]
+    ) -> None:
+        """Write the memories and the prompts of sequences to their places."""
         state = self._state
-        state.sequences[place, 0, : len(prompt)] = torch.tensor(prompt, device="cpu")
-        state.lengths[place] = len(prompt)
-        self._searches.caches.cached_lengths[place] = 0
-        state.done[place] = 0
+        places = [self._place_of(sequence) for sequence in sequences]
+        lengths = torch.tensor([len(memory) for memory in memories], device="cpu")
+        padded = memories[0][None] if len(memories) == 1 else pad_sequence([*memories], True)
+        self.searches.read_memory(padded, lengths, torch.tensor(places, device="cpu"))
+        for place, sequence in zip(places, sequences, strict=True):
+            prompt = sequence.request.prompt_ids
+            state.sequences[place, 0, : len(prompt)] = torch.tensor(prompt, device="cpu")
+            state.lengths[place] = len(prompt)
+            self.searches.caches.cached_lengths[place] = 0
+            state.done[place] = 0
 
-    def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
+    def read(self, drawn: ReadRows, searched: SearchedRows) -> StepLogits | None:
         """See ``ModelSteps``."""
         begun, self._encoded = self._encoded, []
         self._state.lengths.add_(self._grows)
@@ -138,7 +148,7 @@ class EncoderDecoderSteps:
         assert rows is not None
         if not rows.numel():
             return None
-        self._searches.read_tokens(self._logits)
+        self.searches.read_tokens(self._logits)
         return StepLogits(self._logits.index_select(0, rows), map(self._begun, begun))
 
     def _begun(self, sequence: WrittenSequence) -> WrittenSequence:
@@ -147,7 +157,7 @@ class EncoderDecoderSteps:
         self.prompt_tokens += len(sequence.request.prompt_ids)
         return sequence
 
-    def _write_tokens(self, drawn: DrawnRows, searched: SearchedRows) -> None:
+    def _write_tokens(self, drawn: ReadRows, searched: SearchedRows) -> None:
         """Append the chosen tokens to the rows."""
         if self._rows is not None and searched.places == self._searched:
             self._ends = self._ends + 1
@@ -155,7 +165,7 @@ class EncoderDecoderSteps:
         else:
             rows = self._rows = self._rows_of(drawn, searched.places)
             self._searched = list(searched.places)
-            self._set_widths(searched.places)
+            self._set_widths([s.places[0] for s in drawn.running] + searched.places)
             lengths = self._state.lengths[rows // self._num_beams]
             self._ends = rows * self._state.sequences.shape[2] + lengths - 1
             last = [sequence.last for sequence in drawn.running]
@@ -165,7 +175,7 @@ class EncoderDecoderSteps:
             self._tokens.index_copy_(0, self._ends, used[0] if len(used) == 1 else torch.cat(used))
 
     @staticmethod
-    def _rows_of(drawn: DrawnRows, *others: list[int]) -> Tensor:
+    def _rows_of(drawn: ReadRows, *others: list[int]) -> Tensor:
         rows = [sequence.places[0] for sequence in drawn.running]
         return torch.tensor(sum(others, rows), dtype=torch.int64, device="cpu")
 
@@ -175,7 +185,7 @@ class EncoderDecoderSteps:
         widths = {place: count for place, count in counts.items() if count > 1}
         if widths == self._widths:
             return
-        num_beams = self._searches.parameters.num_beams
+        num_beams = self.searches.parameters.num_beams
         for place in self._widths:
             num_beams[place] = 1
         for place, count in widths.items():
@@ -185,7 +195,7 @@ class EncoderDecoderSteps:
     def reorder(self, parents: Tensor) -> None:
         """See ``FollowingCaches``; only the table of rows changes."""
         lengths = self._state.lengths.repeat_interleave(self._num_beams)
-        ops.update_beam_indirection_(self._searches.caches.table, parents, 0, lengths)
+        ops.update_beam_indirection_(self.searches.caches.table, parents, 0, lengths)
 
     def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
         """See ``ModelSteps``."""

@@ -18,6 +18,7 @@ from lmdecode.decoder.engine.drafts import Drafting, Drafts
 from lmdecode.decoder.engine.encoder_decoder_steps import EncoderDecoderSteps
 from lmdecode.decoder.engine.encoder_inputs import Encoder, EncoderInputs
 from lmdecode.decoder.engine.model_steps import ModelSteps
+from lmdecode.decoder.engine.stored_prompts import StoredPrompts
 from lmdecode.decoder.engine.submission import Submission
 from lmdecode.decoder.searches import length_limits
 from lmdecode.decoder.weights import PackedDecoder
@@ -88,7 +89,8 @@ def causal_parts(
         drafts = Drafts(source)
     most_beams = max_requests, "max_requests"
     submission = Submission(model.config.vocab_size, capacity, most_beams, dialect, eos_token_id)
-    steps = CausalSteps(caches, max_step_tokens, store, drafts, most_rows)
+    stored = None if store is None else StoredPrompts(store, caches)
+    steps = CausalSteps(caches, max_step_tokens, stored, drafts, most_rows)
     return EngineParts(steps, submission, max_requests)
 
 

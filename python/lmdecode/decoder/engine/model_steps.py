@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lmdecode.decoder.engine.rows import DrawnRows, Ended, FollowingCaches, SearchedRows
+from lmdecode.decoder.engine.rows import Ended, FollowingCaches, ReadRows, SearchedRows
 from lmdecode.decoder.engine.sequences import WrittenSequence
 
 __all__ = ["ModelSteps", "StepLogits"]
@@ -59,7 +59,7 @@ class ModelSteps(Protocol):
     def encode(self) -> list[Ended]:
         """Encode inputs before their sequences can read; return the sequences that failed."""
 
-    def read(self, drawn: DrawnRows, searched: SearchedRows) -> StepLogits | None:
+    def read(self, drawn: ReadRows, searched: SearchedRows) -> StepLogits | None:
         """Read the last token of every row, and as much of prompts as fits.
 
         None if there was nothing to read.

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from lmdecode.decoder.engine.places import Places
 from lmdecode.decoder.engine.sequences import ReadSequence
-from lmdecode.decoder.engine.stored_prompts import StoredPrompts
+from lmdecode.decoder.engine.stored_prompts import PromptStore
 
 __all__ = ["Part", "PromptReader", "add_parts"]
 
@@ -22,7 +22,7 @@ class PromptReader(Generic[S]):
     or loaded from the store.
     """
 
-    def __init__(self, places: Places, stored: StoredPrompts | None) -> None:
+    def __init__(self, places: Places, stored: PromptStore | None) -> None:
         self._places, self._stored = places, stored
         self.sequences: list[S] = []
         self.prompt_tokens = self.cached_tokens = 0

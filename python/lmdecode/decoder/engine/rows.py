@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from lmdecode.decoder.engine.request import FinishReason, TokenLogprob
 from lmdecode.decoder.engine.sequences import DrawnSequence, SearchedSequence, WrittenSequence
 from lmdecode.sampling.sampler import CompactSampler, Results
 
-__all__ = ["DrawnRows", "Ended", "FollowingCaches", "SearchedRows"]
+__all__ = ["DrawnRows", "Ended", "FollowingCaches", "ReadRows", "SearchedRows"]
 
 _FAILED = {1: "NaN in its logits", 2: "no logit above -inf", 4: "an invalid score"}
 
@@ -44,6 +44,16 @@ class FollowingCaches(Protocol):
 
     def reorder(self, parents: Tensor) -> None:
         """Make place i continue as place ``parents[i]``: [sequences] int64; most stay."""
+
+
+class ReadRows(Protocol):
+    """Sequences of one row each, as a model's steps read their last tokens.
+
+    ``tokens``, [rows] int64, is the next token of each row, or None if rows have changed since.
+    """
+
+    running: list[DrawnSequence]
+    tokens: Tensor | None
 
 
 class Ended(NamedTuple):
@@ -264,12 +274,16 @@ class SearchedRows:
     """
 
     def __init__(self, caches: FollowingCaches, vocab: int) -> None:
-        self._caches, self._search = caches, BeamSearch(vocab)
+        self._caches, self._vocab = caches, vocab
         self.running: dict[Hashable, SearchedSequence] = {}
         self.places: list[int] = []
         self.tokens: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
         self._places = list(range(caches.sequences))  # of all sequences
         self._entries: Tensor | None = None  # None: rows have changed
+
+    @cached_property
+    def _search(self) -> BeamSearch:
+        return BeamSearch(self._vocab)
 
     @property
     def entries(self) -> Tensor:

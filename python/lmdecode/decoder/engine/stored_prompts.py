@@ -7,16 +7,49 @@ from array import array
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lmdecode.decoder.causal_caches import BLOCK_SIZE, CausalCaches
 from lmdecode.decoder.engine.sequences import ReadSequence
 from lmdecode.decoder.prompt_states import PromptStates, lengths_to_store
 
-__all__ = ["StoredPrompts"]
+__all__ = ["PromptStore", "StoredPrompts"]
 
 T = TypeVar("T")
 _MOST_PENDING = 8  # prompts that wait to be written; more are dropped if the disk is slower
+
+
+class PromptStore(Protocol):
+    """Where the steps of a decoder-only model load prompts from, and write them to.
+
+    ``has_windows``: layers with a window load only the last positions.
+    """
+
+    has_windows: bool
+
+    def load(self, place: int, prompt: tuple[int, ...], longer_than: int) -> int:
+        """Load the stored prefix of a prompt into an empty place; return its number of tokens.
+
+        0 if nothing is stored, or not more than another place has.
+        """
+
+    def keep_at(self, prompt: tuple[int, ...], read: int) -> list[int]:
+        """Return the lengths at which ``copy`` is called for a prompt that is read so far."""
+
+    def copy(self, sequence: ReadSequence) -> None:
+        """Copy the keys and values of a sequence's prompt, as far as it is read."""
+
+    def put(self, sequence: ReadSequence) -> None:
+        """Store the copy of a sequence, if there is one, as a token was chosen after it."""
+
+    def put_all(self, but: Collection[ReadSequence] = ()) -> None:
+        """Store the copies of all sequences except some."""
+
+    def drop(self, sequence: ReadSequence) -> None:
+        """Drop the copy of a sequence."""
+
+    def flush(self, but: Collection[ReadSequence] = ()) -> None:
+        """Wait until the copies of all sequences except some are written."""
 
 
 @dataclass
@@ -54,10 +87,7 @@ class StoredPrompts:
         return lengths_to_store(self._store, read, length)
 
     def load(self, place: int, prompt: tuple[int, ...], longer_than: int) -> int:
-        """Load the stored prefix of a prompt into an empty place; return its number of tokens.
-
-        0 if nothing is stored, or not more than another place has.
-        """
+        """See ``PromptStore``."""
         found = self._attempt(lambda: self._load(place, prompt, longer_than), 0)
         if found == 0:
             self._caches.truncate([place], [0])
@@ -78,10 +108,7 @@ class StoredPrompts:
             hit.release()
 
     def copy(self, sequence: ReadSequence) -> None:
-        """Copy the keys and values of a sequence's prompt, as far as it is read.
-
-        ``put`` stores them after a token was chosen, which shows that they have no NaN.
-        """
+        """See ``PromptStore``. A chosen token, for which ``put`` waits, shows: there is no NaN."""
         copy = self._copies.get(sequence)
         if copy is None:
             self._pending = [future for future in self._pending if not self._is_written(future)]
@@ -96,7 +123,7 @@ class StoredPrompts:
         copy.prefixes.append((tokens, copy.states.first(length)))
 
     def put(self, sequence: ReadSequence) -> None:
-        """Store the copy of a sequence, if there is one."""
+        """See ``PromptStore``."""
         copied = self._copies.pop(sequence, None)
         if copied is None:
             return
@@ -105,16 +132,16 @@ class StoredPrompts:
             self._pending.append(future)
 
     def put_all(self, but: Collection[ReadSequence] = ()) -> None:
-        """Store the copies of all sequences except some."""
+        """See ``PromptStore``."""
         for sequence in [sequence for sequence in self._copies if sequence not in but]:
             self.put(sequence)
 
     def drop(self, sequence: ReadSequence) -> None:
-        """Drop the copy of a sequence."""
+        """See ``PromptStore``."""
         self._copies.pop(sequence, None)
 
     def flush(self, but: Collection[ReadSequence] = ()) -> None:
-        """Wait until the copies of all sequences except some are written."""
+        """See ``PromptStore``."""
         self.put_all(but)
         for future in self._pending:
             self._attempt(future.result, 0)

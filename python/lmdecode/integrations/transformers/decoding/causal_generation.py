@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.engine.loop_rows import LoopRows, causal_rows
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.generate_beam_search import search_of_call
 from lmdecode.integrations.transformers.beam.loop import run_search
 from lmdecode.integrations.transformers.beam.plain_search import end_tokens
 from lmdecode.integrations.transformers.decoding.causal_call import CausalCall
-from lmdecode.integrations.transformers.decoding.causal_model import CausalModel, LoopDrafts
 from lmdecode.integrations.transformers.decoding.engine_call import (
     rules_of_drafts,
     search_on_engine,
@@ -22,6 +21,9 @@ from lmdecode.integrations.transformers.decoding.engine_call import (
 from lmdecode.integrations.transformers.generate_call import ending
 from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, sample_tokens
 
+if TYPE_CHECKING:
+    from lmdecode.integrations.transformers.decoding.causal_store import StoredCall
+
 __all__ = ["decode_causal"]
 
 
@@ -29,22 +31,21 @@ def decode_causal(
     packed: PackedCausalModel,
     cache_dtype: str,
     call: CausalCall,
-    new_model: Callable[..., CausalModel] | None = None,
+    stored: StoredCall | None = None,
 ) -> Any:
     """Decode by the arguments of ``generate()``: greedily, by sampling, or with any beam search.
 
-    ``packed`` and ``cache_dtype`` are as in ``CausalModel``, in whose place ``new_model`` is called
-    if it is given. Returns what ``sample`` and ``beam_search`` do, without ``past_key_values``, and
-    raises as they do.
+    With ``stored`` the prompt is looked up in a store. Returns what ``sample`` and ``beam_search``
+    do, without ``past_key_values``, and raises as they do.
     """
     result: Any
     with ending(call.streamer):
         result = None
-        if new_model is None and call.fits_engine:
+        if stored is None and call.fits_engine:
             write = search_on_engine if call.has_beams else write_on_engine
             result = write(packed, cache_dtype, call)
         if result is None:
-            result = _decode_by_steps(packed, cache_dtype, call, new_model or CausalModel)
+            result = _decode_by_steps(packed, cache_dtype, call, stored)
     if call.streamer is not None:
         call.streamer.end()
     if isinstance(result, Tensor):
@@ -52,22 +53,46 @@ def decode_causal(
     return result
 
 
-def _decode_by_steps(
+def _rows_of_call(
     packed: PackedCausalModel,
     cache_dtype: str,
     call: CausalCall,
-    new_model: Callable[..., CausalModel],
+    noise: int | Tensor | None,
+    stored: StoredCall | None,
+) -> LoopRows:
+    """Return the rows of a call, whose prompts have no padding."""
+    input_ids = call.input_ids
+    if call.mask is None:
+        prompts = input_ids.tolist()
+    else:
+        mask = call.mask.to(input_ids.device) != 0
+        prompts = [row[seen].tolist() for row, seen in zip(input_ids, mask, strict=True)]
+    of_drafts: dict[str, Any] = {}
+    if call.drafting is not None:
+        of_drafts = {
+            "drafting": call.drafting,
+            "rules": rules_of_drafts(packed, call, noise),
+            "end_tokens": end_tokens(call.criteria),
+        }
+    return causal_rows(
+        packed,
+        cache_dtype,
+        prompts,
+        max(1, call.config.max_length - input_ids.shape[1]),
+        **of_drafts,
+        stored=None if stored is None else stored.prompts,
+        on_read=None if stored is None else stored.saw,
+    )
+
+
+def _decode_by_steps(
+    packed: PackedCausalModel, cache_dtype: str, call: CausalCall, stored: StoredCall | None
 ) -> Any:
     """Return the result of ``generate()``; each step returns to Python."""
     config, input_ids = call.config, call.input_ids
     recorder = Recorder(call.model, config)
     noise = None if call.has_beams else noise_of_rows(call.seed, input_ids, config)
-    drafts = None
-    if call.drafting is not None:
-        drafts = LoopDrafts(
-            call.drafting, rules_of_drafts(packed, call, noise), end_tokens(call.criteria)
-        )
-    model = new_model(packed, input_ids, call.mask, config.max_length, cache_dtype, drafts)
+    model = _rows_of_call(packed, cache_dtype, call, noise, stored)
     if call.has_beams:
         search = search_of_call(
             input_ids, call.processors, call.criteria, config, recorder,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lmdecode._checks import type_error
 from lmdecode.causal_fingerprint import check_causal_store
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.engine.sequences import ReadSequence
 from lmdecode.decoder.prompt_states import PromptStates, lengths_to_store
-from lmdecode.integrations.transformers.decoding.causal_model import CausalModel
 from lmdecode.integrations.transformers.store.conversation import Conversation
 from lmdecode.integrations.transformers.store.request import (
     appended,
@@ -94,58 +93,19 @@ class StoredCall:
             self._conversation.commit_tokens()
         return result
 
-    def new_model(self, *arguments: Any) -> StoredCausalModel:
-        """Return the loop's model; takes the arguments of ``CausalModel``."""
-        return StoredCausalModel(self, *arguments)
-
-    def _note(self, sequences: Tensor) -> None:
-        conversation = self._conversation
-        if conversation is not None:
-            conversation.append(sequences[0, conversation.num_tokens :].tolist())
-
-    def read_prompt(self, caches: CausalCaches, prompt: Tensor) -> Tensor:
-        """Read a prompt into the first sequence of empty caches, and return its last logits.
-
-        A stored part of it is loaded instead, and the rest is stored.
-        """
+    def prompts(self, caches: CausalCaches) -> ConversationPrompts:
+        """Return where the steps on these caches find the prompt, and keep what they read of it."""
         conversation = self._conversation = Conversation(
             self._store, self._session, self._request.tokens, b"", chunk_size=None,
             commit_every=_COMMIT_ANSWER, rewind=self._rewinds, caller=_OP,
         )  # fmt: skip
         conversation.begin(self._model, None)
-        length, fingerprint = len(prompt), self._store.fingerprint
-        states = PromptStates(fingerprint, length)
+        return ConversationPrompts(self._store, conversation, caches)
 
-        def fill(hit: Hit) -> bool:
-            count = hit.num_tokens
-            if self._store.load(hit, out=states.reserve(count)) is None:
-                return False
-            caches.write(0, count, states.first(count))
-            return True
-
-        done = conversation.load(fill)
-        if done == 0:  # a hit that was lost while it was read
-            states.reserve(0)
-        # With checkpoints a hit is only possible at the end of a stored prefix: store the prompt
-        # without its last token, as the logits of that token must be computed.
-        last = length - fingerprint.has_checkpoints
-        is_new = done < last
-        ends = lengths_to_store(self._store, done, last)
-        while True:
-            while ends and ends[0] <= done:
-                del ends[0]
-            end = min(done + _COMMIT_PROMPT, ends[0]) if ends else length
-            entry = torch.tensor([[0, end - done, 1, int(end == length)]], device="cpu")
-            logits = caches.forward(prompt[done:end], entry, int(end == length))
-            if end <= last:
-                states.append(done, caches.read(0, done))
-                conversation.commit_kv(states.first(end), end, background=True)
-            if end == length:
-                break
-            done = end
-        if not is_new:
-            conversation.commit_tokens(background=True)
-        return logits
+    def _note(self, sequences: Tensor) -> None:
+        conversation = self._conversation
+        if conversation is not None:
+            conversation.append(sequences[0, conversation.num_tokens :].tolist())
 
     def saw(self, input_ids: Tensor) -> None:
         """Record the tokens so far, [rows, S], of a call without beams, and store them in parts."""
@@ -158,17 +118,60 @@ class StoredCall:
             conversation.commit_tokens(background=True)
 
 
-class StoredCausalModel(CausalModel):
-    """A ``CausalModel`` that looks its prompt up in a store."""
+class ConversationPrompts:
+    """``PromptStore`` of the one prompt of a ``Conversation``; its rows continue that prompt."""
 
-    def __init__(self, call: StoredCall, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._call = call
+    def __init__(self, store: Any, conversation: Conversation, caches: CausalCaches) -> None:
+        self._store, self._conversation, self._caches = store, conversation, caches
+        self._states = PromptStates(store.fingerprint, conversation.num_tokens)
+        self._length = 0  # that the states have
+        self.has_windows = store.fingerprint.windows is not None
 
-    def _read_prompts(self, leaders: list[int]) -> Tensor:
-        assert leaders == [0]  # one row, and its beams
-        return self._call.read_prompt(self.caches, self._prompts[0])
+    def load(self, place: int, prompt: tuple[int, ...], longer_than: int) -> int:
+        """See ``PromptStore``."""
+        states = self._states
 
-    def read(self, input_ids: Tensor) -> Tensor:
-        self._call.saw(input_ids)
-        return super().read(input_ids)
+        def fill(hit: Hit) -> bool:
+            count = hit.num_tokens
+            if self._store.load(hit, out=states.reserve(count)) is None:
+                return False
+            self._caches.write(place, count, states.first(count))
+            return True
+
+        self._length = self._conversation.load(fill)
+        if self._length == 0:  # a hit that was lost while it was read
+            states.reserve(0)
+        return self._length
+
+    def keep_at(self, prompt: tuple[int, ...], read: int) -> list[int]:
+        """See ``PromptStore``."""
+        # With checkpoints a hit is only possible at the end of a stored prefix: store the prompt
+        # without its last token, as the logits of that token must be computed.
+        last = len(prompt) - self._store.fingerprint.has_checkpoints
+        if read >= last:
+            self._conversation.commit_tokens(background=True)
+            return []
+        ends, found = lengths_to_store(self._store, read, last), list[int]()
+        for end in ends:
+            found += range((found or [read])[-1] + _COMMIT_PROMPT, end, _COMMIT_PROMPT)
+            found.append(end)
+        return found if found[-1] == last else [*found, last]
+
+    def copy(self, sequence: ReadSequence) -> None:
+        """See ``PromptStore``; it is stored at once."""
+        begin, length = self._length, sequence.read
+        self._states.append(begin, self._caches.read(sequence.places[0], begin))
+        self._conversation.commit_kv(self._states.first(length), length, background=True)
+        self._length = length
+
+    def put(self, sequence: ReadSequence) -> None:
+        """See ``PromptStore``."""
+
+    def put_all(self, but: Collection[ReadSequence] = ()) -> None:
+        """See ``PromptStore``."""
+
+    def drop(self, sequence: ReadSequence) -> None:
+        """See ``PromptStore``."""
+
+    def flush(self, but: Collection[ReadSequence] = ()) -> None:
+        """See ``PromptStore``."""

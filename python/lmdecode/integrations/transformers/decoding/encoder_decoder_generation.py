@@ -34,6 +34,10 @@ from lmdecode.integrations.transformers.decoding.ctranslate2_rules import (
     FolderProcessors,
     with_rules,
 )
+from lmdecode.integrations.transformers.decoding.encoder_decoder_rows import (
+    decode_by_sampling,
+    decode_with_any_rules,
+)
 from lmdecode.integrations.transformers.decoding.no_speech import NoSpeech
 from lmdecode.integrations.transformers.decoding.prompt_padding import leave_out, prompt_padding
 from lmdecode.integrations.transformers.decoding.refused import (
@@ -47,8 +51,6 @@ from lmdecode.integrations.transformers.decoding.rules import (
     token_rules_of_processors,
     trie_of_processors,
 )
-from lmdecode.integrations.transformers.decoding.sampled import decode_by_sampling
-from lmdecode.integrations.transformers.decoding.search import decode_with_any_rules
 from lmdecode.integrations.transformers.decoding.search_call import SearchCall
 from lmdecode.integrations.transformers.decoding.step_logits import StepLogits
 from lmdecode.integrations.transformers.decoding.whisper import CallSounds, cross_attentions

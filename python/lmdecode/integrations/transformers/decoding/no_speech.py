@@ -61,7 +61,8 @@ class NoSpeech:
             processor.lmdecode_inputs = processor.inputs
             logits = _logits_at(searches, processor.begin_index - offset)[:: self._num_beams]
         else:
-            logits = _logits_at(searches, self._length - 1)
+            logits = _logits_at(searches, self._length - 1)[:: self._num_beams]
+            logits = logits.repeat_interleave(self._num_beams, dim=0)
         processor._no_speech_prob = logits.softmax(dim=-1)[:, processor.no_speech_token]
 
 

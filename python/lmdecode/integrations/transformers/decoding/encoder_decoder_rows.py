@@ -1,4 +1,4 @@
-"""Searches of ``Decoding`` in Python, for processors that the loop in C++ does not have."""
+"""Loops in Python over an encoder-decoder model, for what the loop in C++ does not choose."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lmdecode._ops import ops
-from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.beam.types import STATUS_EMPTY, STATUS_NAN
-from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.decoder.engine.loop_rows import MemoryRows, memory_rows
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.group_search import GroupSearch
-from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult
+from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult, run_search
 from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
 from lmdecode.integrations.transformers.beam.search import StateSearch
 from lmdecode.integrations.transformers.beam.settings import SearchSettings, raise_for_prompts
-from lmdecode.integrations.transformers.decoding.prompt_padding import leave_out
 from lmdecode.integrations.transformers.decoding.search_call import SearchCall
+from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, sample_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import LogitsProcessorList, StoppingCriteriaList
 
     from lmdecode.decoder.weights import PackedDecoder
 
-__all__ = ["decode_with_any_rules"]
+__all__ = ["decode_by_sampling", "decode_with_any_rules"]
 
 
 class GreedySearch(StateSearch):
@@ -68,6 +68,58 @@ class GreedySearch(StateSearch):
         return SearchResult(input_ids, scores, None)
 
 
+class _WithoutEnded:
+    """A search whose ended rows have scores of 0."""
+
+    def __init__(self, search: GreedySearch | PlainSearch | GroupSearch) -> None:
+        self._search, self._beams = search, search.state.scores.shape[1]
+
+    def ended(self) -> Tensor:
+        """Return [rows] bool: the rows of ended searches."""
+        return (self._search.state.done != 0).repeat_interleave(self._beams)
+
+    def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
+        ended, scores = self.ended(), self._search.recorder
+        beams = self._search.step(logits, input_ids)
+        if scores.scores is not None:
+            scores.scores[-1][ended] = 0.0
+        return beams
+
+    def finish(self, input_ids: Tensor) -> SearchResult:
+        return self._search.finish(input_ids)
+
+
+def _rows_of_call(
+    decoder: PackedDecoder, call: SearchCall, has_ended: Callable[[], Tensor] | None = None
+) -> MemoryRows:
+    prompts = call.input_ids.tolist()
+    if call.padding is not None:
+        seen = ~call.padding
+        prompts = [row[of].tolist() for row, of in zip(call.input_ids, seen, strict=True)]
+    rows = memory_rows(
+        decoder, call.memory, call.lengths, prompts, call.settings.max_length, has_ended
+    )
+    if call.no_speech is not None:
+        rows.begin()
+        call.no_speech.read(rows.steps.searches)
+    return rows
+
+
+def decode_by_sampling(decoder: PackedDecoder, call: SearchCall, seed: Any) -> Any:
+    """Run the decoder in C++ and draw tokens as ``sample`` does; each step returns to Python.
+
+    The call has one beam. The result is on the CPU.
+    """
+    model, recorder = _rows_of_call(decoder, call), Recorder(call.model, call.config, {})
+    sequences = sample_tokens(
+        model, call.input_ids, call.processors, call.criteria, call.config, recorder,
+        noise=noise_of_rows(seed, call.input_ids, call.config),
+        mask=None if call.padding is None else ~call.padding,
+    )  # fmt: skip
+    model.release()
+    return recorder.result(sequences)
+
+
 def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
     """Run the decoder in C++ and choose tokens as ``beam_search`` does, in Python.
 
@@ -78,37 +130,16 @@ def decode_with_any_rules(decoder: PackedDecoder, call: SearchCall) -> Any:
     groups, greedy = config.num_beam_groups or 1, settings.num_beams == 1
     recorder = Recorder(call.model, config, {})
     common = (prompts, call.processors, call.criteria, recorder)
-    search: GreedySearch | PlainSearch | GroupSearch
+    found: GreedySearch | PlainSearch | GroupSearch
     if greedy:
-        search = GreedySearch(settings, *common)
+        found = GreedySearch(settings, *common)
     elif groups > 1:
-        search = GroupSearch(settings, groups, config.diversity_penalty or 0.0, *common)
+        found = GroupSearch(settings, groups, config.diversity_penalty or 0.0, *common)
     else:
         plain = getattr(call.processors, "search", PlainSearch)  # of other rules
-        search = plain(settings, bool(config.do_sample), *common)
-    leave_out(search.state, call.padding)
-    searches = DecodingSearches(
-        decoder,
-        search.state,
-        search.parameters,
-        new_token_rules(len(search.state.done)),
-        call.memory.shape[1],
-        num_groups=groups,
-        num_candidates=1,
-    )
-    searches.read_memory(call.memory, call.lengths, torch.arange(settings.batch, device="cpu"))
-    if call.no_speech is not None:
-        call.no_speech.read(searches)
-    input_ids, finished = prompts, False
-    beams = search.state.scores.shape[1]
-    while not finished:
-        length, had_ended = input_ids.shape[1], (search.state.done != 0).repeat_interleave(beams)
-        input_ids, parents, finished = search.step(searches.read_tokens(), input_ids)
-        input_ids[:, : prompts.shape[1]] = prompts  # with the padding
-        if recorder.scores is not None:
-            recorder.scores[-1][had_ended] = 0.0
-        if parents is not None:
-            ops.update_beam_indirection_(searches.caches.table, parents, length, None)
-    result = search.finish(input_ids)
-    searches.release()
+        found = plain(settings, bool(config.do_sample), *common)
+    search = _WithoutEnded(found)
+    model = _rows_of_call(decoder, call, search.ended)
+    result = search.finish(run_search(model, search, prompts))
+    model.release()
     return recorder.result(result.sequences) if greedy else recorder.beam_result(result)
