@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -94,3 +95,37 @@ def test_a_search_that_fails_names_its_prompt(decoding: lmdecode.Decoding) -> No
         decoding.generate(
             **_prompts(False), max_new_tokens=4, num_beams=2, suppress_tokens=list(range(VOCAB))
         )
+
+
+def test_a_small_engine_is_kept_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = lmdecode.Decoding.from_pretrained(random_model("llama", "plain"))
+    made: list[Any] = []
+
+    def engine(*arguments: Any, **options: Any) -> Any:
+        made.append(lmdecode.Engine(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(engine_call, "Engine", engine)
+    asked: dict[str, Any] = {**_prompts(True), "pad_token_id": 0}
+    first = decoding.generate(**asked, max_new_tokens=5)
+    for _ in range(2):
+        assert torch.equal(decoding.generate(**asked, max_new_tokens=5), first)
+    beams = decoding.generate(input_ids=asked["input_ids"][:1], max_new_tokens=5, num_beams=3)
+    assert torch.equal(decoding.generate(**asked, max_new_tokens=6)[:, : first.shape[1]], first)
+    assert len(made) == 1  # three rows each
+    # One that has failed is not kept, nor one with drafts, nor a large one.
+    monkeypatch.setattr(engine_call.EngineCall, "submit", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decoding.generate(**asked, max_new_tokens=5)
+    monkeypatch.undo()
+    monkeypatch.setattr(engine_call, "Engine", engine)
+    assert torch.equal(decoding.generate(**asked, max_new_tokens=5), first)
+    decoding.generate(**asked, max_new_tokens=5, prompt_lookup_num_tokens=3)
+    assert len(made) == 3 and len(decoding.spare_engines) == 1
+    decoding.generate(**asked, max_new_tokens=5)
+    assert len(made) == 3
+    monkeypatch.setattr(engine_call, "_KEPT_BYTES", 1 << 10)
+    decoding.generate(input_ids=asked["input_ids"][:1], max_new_tokens=5)
+    assert len(made) == 4 and len(decoding.spare_engines) == 1
+    copied = pickle.loads(pickle.dumps(decoding.spare_engines))
+    assert len(copied) == 0 and beams.shape[0] == 1

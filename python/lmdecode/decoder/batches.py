@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, overload
 
 from lmdecode.beam.engine.request import BeamRequest
@@ -11,9 +12,12 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.engine import Engine
 from lmdecode.decoder.engine.draft_options import drafting_of
+from lmdecode.decoder.spares import Spares
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["Batches"]
+
+_KEPT_ENGINES = 4
 
 
 class Batches:
@@ -113,6 +117,11 @@ class Batches:
             generation_config=generation_config,
             request_of_config=self._request_of_config,
         )
+
+    @cached_property
+    def spare_engines(self) -> Spares[Engine]:
+        """Idle engines of calls of ``generate``, by their sizes."""
+        return Spares(_KEPT_ENGINES)
 
     def _request_of_config(self, prompt_ids: Any, generation_config: Any) -> BeamRequest:
         raise NotImplementedError

@@ -193,6 +193,11 @@ class CausalCaches:
             counters,
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, used or not, with scratch."""
+        return sum(tensor.nbytes for tensor in self._tensors) + self._workspace.nbytes
+
     def reachable(self, sequence: int, length: int) -> int:
         """Return the longest length, at most ``length``, with a state that a sequence keeps.
 

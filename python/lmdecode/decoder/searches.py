@@ -83,7 +83,7 @@ class DecodingSearches:
         sizes = (slots // num_groups, slots * beams, capacity, source)
         caches_size = 0 if caches is not None else caches_bytes(decoder.config, *sizes)
         size = caches_size + workspace_size
-        self.has_own_memory = size <= own_bytes
+        self.nbytes, self.has_own_memory = size, size <= own_bytes
         self._memory = new_memory(size) if self.has_own_memory else decoder.spare_memory.take(size)
         if caches is None:
             caches = new_caches(decoder.config, *sizes, self._memory)

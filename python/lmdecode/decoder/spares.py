@@ -21,6 +21,9 @@ class Spares(Generic[Thing]):
         self._most, self._lock = most, Lock()
         self._kept: list[tuple[Hashable, Thing]] = []
 
+    def __reduce__(self) -> tuple[type[Spares[Thing]], tuple[int]]:
+        return Spares, (self._most,)  # a copy is empty
+
     def __len__(self) -> int:
         return len(self._kept)
 

@@ -55,6 +55,11 @@ class CausalSteps:
         return self._reader.cached_tokens
 
     @property
+    def nbytes(self) -> int:
+        """See ``ModelSteps``."""
+        return self.caches.nbytes
+
+    @property
     def reading(self) -> list[WrittenSequence]:
         """See ``ModelSteps``."""
         return self._reader.sequences

@@ -78,6 +78,11 @@ class EncoderDecoderSteps:
         return self
 
     @property
+    def nbytes(self) -> int:
+        """See ``ModelSteps``."""
+        return self.searches.nbytes
+
+    @property
     def num_free(self) -> int:
         """See ``ModelSteps``."""
         return len(self._free)

@@ -347,6 +347,11 @@ class Engine:
         )
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scratch, used or not."""
+        return self._model.nbytes
+
+    @property
     def stats(self) -> EngineStats:
         """Counts so far."""
         return EngineStats(

@@ -39,6 +39,10 @@ class ModelSteps(Protocol):
         """Number of prompt tokens that were shared or loaded."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of caches and scratch, used or not."""
+
+    @property
     def caches(self) -> FollowingCaches:
         """The caches; their rows are the places of sequences."""
 

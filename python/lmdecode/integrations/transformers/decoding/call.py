@@ -115,7 +115,7 @@ def call_generate(
 
         def run() -> Any:
             call = causal_call(packed, generate, arguments, assistant_model)
-            return decode_causal(packed, decoding.cache_dtype, call, stored)
+            return decode_causal(decoding, call, stored)
 
         return run() if stored is None else stored.run(run)
     is_whisper = hasattr(model, "detect_language")  # which runs the model

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["decode_causal"]
 
 
-def decode_causal(
-    packed: PackedCausalModel,
-    cache_dtype: str,
-    call: CausalCall,
-    stored: StoredCall | None = None,
-) -> Any:
+def decode_causal(decoding: Any, call: CausalCall, stored: StoredCall | None = None) -> Any:
     """Decode by the arguments of ``generate()``: greedily, by sampling, or with any beam search.
 
     With ``stored`` the prompt is looked up in a store. Returns what ``sample`` and ``beam_search``
@@ -43,9 +38,9 @@ def decode_causal(
         result = None
         if stored is None and call.fits_engine:
             write = search_on_engine if call.has_beams else write_on_engine
-            result = write(packed, cache_dtype, call)
+            result = write(decoding, call)
         if result is None:
-            result = _decode_by_steps(packed, cache_dtype, call, stored)
+            result = _decode_by_steps(decoding.decoder, decoding.cache_dtype, call, stored)
     if call.streamer is not None:
         call.streamer.end()
     if isinstance(result, Tensor):

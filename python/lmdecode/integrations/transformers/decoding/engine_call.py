@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +51,8 @@ from lmdecode.sampling.sampler_rows import (
 __all__ = ["EngineCall", "engine_call", "rules_of_drafts", "search_on_engine", "write_on_engine"]
 
 _MAX_STEP_TOKENS = 512
+_CAPACITY_STEP = 64  # of engines that are kept
+_KEPT_BYTES = 16 << 20
 # Their arguments of a Sampler are the same in every step.
 _STEADY = {
     NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor,
@@ -174,31 +178,41 @@ def _prompts(call: CausalCall) -> list[Tensor] | None:
     return [ids[row] for ids, row in zip(call.input_ids, seen, strict=True)]
 
 
-def _new_engine(
-    packed: PackedCausalModel,
-    cache_dtype: str,
-    rows: int,
-    prompts: list[Tensor],
-    new: int,
-    drafting: Drafting | None = None,
-) -> Engine:
-    return Engine(
-        packed,
-        max_requests=rows,
-        capacity=max(1, max(map(len, prompts)) + new - 1),
-        max_step_tokens=max(rows, _MAX_STEP_TOKENS),
-        cache_dtype=cache_dtype,
-        drafting=drafting,
-    )
+@contextmanager
+def _engine_of(
+    decoding: Any, rows: int, prompts: list[Tensor], new: int, drafting: Drafting | None = None
+) -> Iterator[Engine]:
+    """Yield an engine for so many rows and new tokens: a small one is kept for the next call.
+
+    It is not kept if the block raises, or has drafts, whose models are the caller's.
+    """
+    packed, capacity = decoding.decoder, max(1, max(map(len, prompts)) + new - 1)
+    if packed.max_positions is None or capacity <= packed.max_positions:
+        capacity = -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
+        capacity = min(capacity, packed.max_positions or capacity)
+    key = (rows, capacity)
+    engine = decoding.spare_engines.take(key) if drafting is None else None
+    if engine is None:
+        engine = Engine(
+            packed,
+            max_requests=rows,
+            capacity=capacity,
+            max_step_tokens=max(rows, _MAX_STEP_TOKENS),
+            cache_dtype=decoding.cache_dtype,
+            drafting=drafting,
+        )
+    yield engine
+    if drafting is None and engine.nbytes <= _KEPT_BYTES:
+        decoding.spare_engines.give_back(key, engine)
 
 
-def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCall) -> Tensor | None:
+def write_on_engine(decoding: Any, call: CausalCall) -> Tensor | None:
     """Return the result of ``generate()``; None if an engine cannot run the call.
 
     Raises ValueError or TypeError for an invalid ``seed``, and RuntimeError if a row has no token
     to choose.
     """
-    asked, prompts, input_ids = engine_call(packed, call), _prompts(call), call.input_ids
+    asked, prompts, input_ids = engine_call(decoding.decoder, call), _prompts(call), call.input_ids
     if asked is None or prompts is None:
         return None
     seeds = seeds_of_rows(call.seed, input_ids, call.config)
@@ -208,14 +222,14 @@ def write_on_engine(packed: PackedCausalModel, cache_dtype: str, call: CausalCal
         seeds = noise_of_rows(None, input_ids, call.config)
     noise = seeds.tolist() if isinstance(seeds, Tensor) else seeds
     new, drafting = asked.max_new_tokens, call.drafting
-    engine = _new_engine(packed, cache_dtype, len(prompts), prompts, new, drafting)
-    requests = [
-        asked.submit(engine, prompt, parameters_of_row({"seed": noise}, row)["seed"])
-        for row, prompt in enumerate(prompts)
-    ]
-    while engine.step():
-        pass
-    _raise_for_failed(requests)
+    with _engine_of(decoding, len(prompts), prompts, new, drafting) as engine:
+        requests = [
+            asked.submit(engine, prompt, parameters_of_row({"seed": noise}, row)["seed"])
+            for row, prompt in enumerate(prompts)
+        ]
+        while engine.step():
+            pass
+        _raise_for_failed(requests)
     tokens = [request._state.tokens for request in requests]
     longest = max(map(len, tokens))
     texts = [text + [asked.pad] * (longest - len(text)) for text in tokens]
@@ -232,9 +246,7 @@ def _shifted(rules: TokenRules, padding: int) -> TokenRules:
     return rules._replace(bans=bans, forced=forced)
 
 
-def search_on_engine(
-    packed: PackedCausalModel, cache_dtype: str, call: CausalCall
-) -> Tensor | None:
+def search_on_engine(decoding: Any, call: CausalCall) -> Tensor | None:
     """Return the result of ``generate()`` with beams; None if an engine cannot run the search.
 
     The arguments are those of ``write_on_engine``, with ``num_beams`` rows for each prompt.
@@ -242,7 +254,7 @@ def search_on_engine(
     config, input_ids, processors = call.config, call.input_ids, call.processors
     if config.do_sample or config.return_dict_in_generate or (config.num_beam_groups or 1) > 1:
         return None
-    vocab, num_beams = packed.config.vocab_size, config.num_beams
+    vocab, num_beams = decoding.decoder.config.vocab_size, config.num_beams
     rows, length = input_ids.shape
     settings = SearchSettings.of(config, input_ids)
     ends = end_tokens_of_criteria(call.criteria, settings.max_length)
@@ -259,26 +271,26 @@ def search_on_engine(
     prompts = prompts[::num_beams]
     if looks_back(rules) and any(len(prompt) < length for prompt in prompts):
         return None  # transformers' processors see the padding, too
-    engine = _new_engine(packed, cache_dtype, rows, prompts, new)
-    requests = [
-        engine.submit_search(
-            BeamRequest(
-                prompt,
-                max_new_tokens=new,
-                num_beams=num_beams,
-                num_return_sequences=settings.num_return_sequences,
-                length_penalty=settings.length_penalty,
-                early_stopping=settings.early_stopping,
-                eos_token_id=ends,
-                pad_token_id=settings.pad_token,
-                trie=trie_of_processors(processors, vocab),
-            ),
-            token_rules=_shifted(rules, length - len(prompt)),
-        )
-        for prompt in prompts
-    ]
-    while engine.step():
-        pass
+    with _engine_of(decoding, rows, prompts, new) as engine:
+        requests = [
+            engine.submit_search(
+                BeamRequest(
+                    prompt,
+                    max_new_tokens=new,
+                    num_beams=num_beams,
+                    num_return_sequences=settings.num_return_sequences,
+                    length_penalty=settings.length_penalty,
+                    early_stopping=settings.early_stopping,
+                    eos_token_id=ends,
+                    pad_token_id=settings.pad_token,
+                    trie=trie_of_processors(processors, vocab),
+                ),
+                token_rules=_shifted(rules, length - len(prompt)),
+            )
+            for prompt in prompts
+        ]
+        while engine.step():
+            pass
     if any(request.finish_reason == "error" for request in requests):
         return None  # the loop in Python names the step in its error
     texts = []
