@@ -154,7 +154,7 @@ docs: setup $(VENV)/.packages-test $(VENV)/.packages-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
 	@echo "build/site/index.html"
 
-# Every CPU level, SQLite inside, glibc 2.28: docs/internals/architecture.md#wheels. auditwheel only names the wheel: the
+# Every CPU level, SQLite inside, glibc 2.28: docs/internals/decisions.md#wheels. auditwheel only names the wheel: the
 # libraries of torch are there before it is loaded, and nothing else is missing.
 .PHONY: wheel sdist test-wheel
 wheel: $(VENV)/.wheel-tools
