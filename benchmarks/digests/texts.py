@@ -224,16 +224,26 @@ def _port() -> int:
 _KEPT: list[Any] = []
 
 
+def _added(old: Any, new: Any) -> Any:
+    """Return what two parts of a stream say of one field."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{name: _added(old.get(name), value) for name, value in new.items()}}
+    if isinstance(old, list) and isinstance(new, list):
+        return old + new
+    return new if old in (None, new) else [old, new]
+
+
 def _joined(parts: list[dict[str, Any]]) -> dict[int, str]:
     """Return what the parts of a stream say in all, as JSON, by the place of their choice."""
     found: dict[int, dict[str, Any]] = {}
     for part in parts:
         for one in part.get("choices", [part]):
-            of_choice = found.setdefault(one.get("index", -1), {"text": "", "more": []})
+            of_choice = found.setdefault(one.get("index", -1), {"text": "", "more": {}})
             delta = one.pop("delta", one)
             of_choice["text"] += delta.pop("content", None) or delta.pop("text", None) or ""
             one.pop("index", None)  # once a part, and how many there are is a matter of time
-            of_choice["more"] += [f"{k}={v}" for k, v in {**delta, **one}.items() if v]
+            more = {name: value for name, value in {**delta, **one}.items() if value}
+            of_choice["more"] = _added(of_choice["more"], more)
     return {index: json.dumps(one, sort_keys=True) for index, one in found.items()}
 
 

@@ -18,6 +18,10 @@ from lmdecode.decoder.causal_caches import (
     check_sizes_of_batch,
 )
 from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.decoder.engine.causal_steps import CausalSteps
+from lmdecode.decoder.engine.loop_rows import LoopSequence
+from lmdecode.decoder.engine.rows import ReadRows, SearchedRows
+from lmdecode.decoder.engine.sequences import DrawnSequence
 
 __all__ = ["CausalBatch"]
 
@@ -37,15 +41,6 @@ def _one_at_a_time(
             return method(batch, *arguments, **options)
 
     return locked
-
-
-class _Running:
-    """A sequence: its place in the caches, and the tokens of its prompt that are to be read."""
-
-    def __init__(self, place: int, prompt: list[int]) -> None:
-        self.place = place
-        self.unread = prompt
-        self.length = 0  # of what has been read
 
 
 class CausalBatch:
@@ -100,7 +95,7 @@ class CausalBatch:
             _OP, model.max_positions, max_requests, capacity, max_step_tokens
         )
         self._vocab_size, self._capacity = model.config.vocab_size, capacity
-        self._caches = CausalCaches(
+        caches = self._caches = CausalCaches(
             model,
             max_requests,
             capacity,
@@ -108,14 +103,15 @@ class CausalBatch:
             max_rows=self._max_step_tokens,
             checkpoint_interval=CHECKPOINT_INTERVAL,
         )
+        self._steps = CausalSteps(caches, self._max_step_tokens, None)
+        self._rows, self._no_searches = ReadRows(), SearchedRows(caches, self._vocab_size)
         self._lock = threading.RLock()
-        self._running: dict[Hashable, _Running] = {}  # in the order of adding
-        self._free = list(range(max_requests - 1, -1, -1))
+        self._running: dict[Hashable, LoopSequence] = {}  # in the order of adding
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
         return (
-            f"{_OP}({len(self._running)} sequences running, {len(self._free)} free places of "
+            f"{_OP}({len(self._running)} sequences running, {self.free_places} free places of "
             f"{self._capacity} tokens)"
         )
 
@@ -127,15 +123,23 @@ class CausalBatch:
     @property
     def free_places(self) -> int:
         """How many sequences can be added."""
-        return len(self._free)
+        return self._steps.num_free
 
     def length(self, request: Hashable) -> int:
         """Return how many tokens of a sequence have been read."""
-        return self._of("length", request).length
+        return self._length(self._of("length", request))
+
+    def _length(self, sequence: LoopSequence) -> int:
+        return int(self._caches.lengths[sequence.places[0]])
 
     def unread(self, request: Hashable) -> int:
         """Return how many tokens of a sequence's prompt are still to be read."""
-        return len(self._of("unread", request).unread)
+        return self._unread(self._of("unread", request))
+
+    def _unread(self, sequence: LoopSequence) -> int:
+        if sequence not in self._steps.reading:
+            return 0
+        return len(sequence.prompt_ids) - sequence.read
 
     @_one_at_a_time
     def add(self, prompt_ids: Any, *, request_id: Hashable = None) -> Hashable:
@@ -158,11 +162,15 @@ class CausalBatch:
         ValueError, TypeError
             Names what does not fit; nothing has been changed then.
         """
-        return self._add("add", prompt_ids, request_id)
+        prompt = self._tokens("add", prompt_ids, 0)
+        request_id = self._new_id("add", request_id)
+        self._running[request_id] = sequence = LoopSequence(prompt, 0)
+        self._steps.begin(sequence)
+        return request_id
 
-    def _add(self, method: str, prompt_ids: Any, request_id: Hashable) -> Hashable:
-        prompt = self._tokens(method, prompt_ids, 0)
-        if not self._free:
+    def _new_id(self, method: str, request_id: Hashable) -> Hashable:
+        """Return the id of a sequence to be added, for which there is a place."""
+        if not self.free_places:
             raise ValueError(
                 f"{_OP}.{method}: {len(self._running)} sequences run; expected a free place"
             )
@@ -172,15 +180,15 @@ class CausalBatch:
             raise ValueError(
                 f"{_OP}.{method}: request_id {request_id!r} is in use; expected another"
             )
-        self._running[request_id] = _Running(self._free.pop(), prompt)
         return request_id
 
     @_one_at_a_time
     def extend(self, request: Hashable, prompt_ids: Any) -> None:
         """Append tokens to a sequence's prompt, as the next turn of a conversation."""
-        running = self._of("extend", request)
-        tokens = self._tokens("extend", prompt_ids, running.length + len(running.unread))
-        running.unread = running.unread + tokens
+        sequence = self._of("extend", request)
+        length = self._length(sequence)
+        tokens = self._tokens("extend", prompt_ids, length + self._unread(sequence))
+        self._steps.reader.extend(sequence, length, tuple(tokens))
 
     @_one_at_a_time
     def fork(self, request: Hashable, *, request_id: Hashable = None) -> Hashable:
@@ -191,19 +199,19 @@ class CausalBatch:
         ValueError
             The other one's prompt has not been read to its end, or there is no free place.
         """
-        running = self._of("fork", request)
-        if running.unread:
+        sequence = self._of("fork", request)
+        if unread := self._unread(sequence):
             raise ValueError(
-                f"{_OP}.fork: {len(running.unread)} tokens of request {request!r} have not been "
-                "read; expected a prompt that has been read"
+                f"{_OP}.fork: {unread} tokens of request {request!r} have not been read; expected "
+                "a prompt that has been read"
             )
-        fork = self._add("fork", [0], request_id)
-        child = self._running[fork]
-        child.unread, child.length = [], running.length
+        request_id = self._new_id("fork", request_id)
+        self._running[request_id] = child = LoopSequence((), 0)
+        child.places = self._steps.places.take((), 1)
         parents = torch.arange(self._caches.sequences, device="cpu")
-        parents[child.place] = running.place
+        parents[child.places] = sequence.places[0]
         self._caches.reorder(parents)
-        return fork
+        return request_id
 
     @_one_at_a_time
     def truncate(self, request: Hashable, length: int) -> None:
@@ -215,10 +223,11 @@ class CausalBatch:
             The sequence is shorter, or a window or state at this length is no longer kept. The
             error names the nearest length before it that is.
         """
-        running = self._of("truncate", request)
-        limits = f"0 to {running.length}, its length"
-        length = check_int(f"{_OP}.truncate", "length", length, 0, running.length, limits=limits)
-        reachable = self._caches.reachable(running.place, length)
+        sequence = self._of("truncate", request)
+        place, most = sequence.places[0], self._length(sequence)
+        limits = f"0 to {most}, its length"
+        length = check_int(f"{_OP}.truncate", "length", length, 0, most, limits=limits)
+        reachable = self._caches.reachable(place, length)
         if reachable != length:
             raise ValueError(
                 f"{_OP}.truncate: length is {length} for request {request!r}, whose layers keep no "
@@ -226,21 +235,22 @@ class CausalBatch:
                 "another checkpoint"
             )
         try:
-            self._caches.truncate([running.place], [length])
+            self._caches.truncate([place], [length])
         except ValueError as error:
             raise ValueError(
                 f"{_OP}.truncate: length is {length} for request {request!r}, which has "
-                f"{running.length} tokens; expected a length whose window a layer still keeps"
+                f"{most} tokens; expected a length whose window a layer still keeps"
             ) from error
-        running.length, running.unread = length, []
+        self._steps.places.cut(place, length)
+        self._steps.reader.stop(sequence)
 
     @_one_at_a_time
     def remove(self, request: Hashable) -> None:
         """Remove a sequence; its place and its memory are free."""
-        running = self._of("remove", request)
-        self._caches.truncate([running.place], [0])
+        sequence = self._of("remove", request)
+        self._steps.reader.stop(sequence)
+        self._steps.leave(sequence, is_sound=False)
         del self._running[request]
-        self._free.append(running.place)
 
     @_one_at_a_time
     def step(self, tokens: Mapping[Hashable, int] | None = None) -> dict[Hashable, Tensor]:
@@ -265,48 +275,32 @@ class CausalBatch:
         tokens = {} if tokens is None else tokens
         if not isinstance(tokens, Mapping):
             raise type_error(f"{_OP}.step", "tokens", tokens, "a mapping of requests to tokens")
-        entries, ids, readers = list[list[int]](), list[int](), list[Hashable]()
         if len(tokens) > self._max_step_tokens:
             raise ValueError(
                 f"{_OP}.step: tokens has {len(tokens)} entries; expected at most "
                 f"{self._max_step_tokens}, max_step_tokens"
             )
+        running = list[DrawnSequence]()
         for request, token in tokens.items():
-            running = self._of("step", request)
-            if running.unread:
+            sequence = self._of("step", request)
+            if unread := self._unread(sequence):
                 raise ValueError(
-                    f"{_OP}.step: tokens has request {request!r}, {len(running.unread)} tokens of "
-                    "whose prompt have not been read; expected one that has been read"
+                    f"{_OP}.step: tokens has request {request!r}, {unread} tokens of whose prompt "
+                    "have not been read; expected one that has been read"
                 )
-            ids += self._tokens("step", [token], running.length)
-            entries.append([running.place, 1, 0, 1])
-            readers.append(request)
-        parts = list[tuple[_Running, int]]()
-        room = self._max_step_tokens - len(ids)
-        for request, running in self._running.items():
-            count = min(room, len(running.unread))
-            if count == 0:
-                continue
-            room -= count
-            ids += running.unread[:count]
-            is_end = count == len(running.unread)
-            entries.append([running.place, count, 1, int(is_end)])
-            parts.append((running, count))
-            if is_end:
-                readers.append(request)
-        if not entries:
+            (sequence.last,) = self._tokens("step", [token], self._length(sequence))
+            running.append(sequence)
+        self._rows.running = running
+        step = self._steps.read(self._rows, self._no_searches)
+        if step is None:
             return {}
-        logits = self._caches.forward(
-            torch.tensor(ids, device="cpu"), torch.tensor(entries, device="cpu"), len(readers)
-        )
-        for request in tokens:
-            self._running[request].length += 1
-        for running, count in parts:
-            running.length += count
-            del running.unread[:count]
-        return dict(zip(readers, logits, strict=True))
+        requests = {sequence: request for request, sequence in self._running.items()}
+        begun = [
+            requests[sequence] for sequence in step.begun if isinstance(sequence, LoopSequence)
+        ]
+        return dict(zip([*tokens, *begun], step.logits, strict=True))
 
-    def _of(self, method: str, request: Hashable) -> _Running:
+    def _of(self, method: str, request: Hashable) -> LoopSequence:
         if request not in self._running:
             raise ValueError(
                 f"{_OP}.{method}: there is no request {request!r}; expected one that is running: "

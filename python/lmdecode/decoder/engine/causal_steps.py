@@ -37,7 +37,7 @@ class CausalSteps:
         self.caches, self._max_step_tokens = caches, max_step_tokens
         self.places = Places(caches, None if drafts is None else drafts.share)
         self._stored = stored
-        self._reader: PromptReader[WrittenSequence] = PromptReader(self.places, stored)
+        self.reader: PromptReader[WrittenSequence] = PromptReader(self.places, stored)
         self._drafts, self._most_rows = drafts, most_rows
         self._told: dict[DrawnSequence, int] = {}  # number of tokens that the drafts know of
         self._ahead: list[DrawnSequence] = []  # those that read drafts in the last step
@@ -47,12 +47,12 @@ class CausalSteps:
     @property
     def prompt_tokens(self) -> int:
         """See ``ModelSteps``."""
-        return self._reader.prompt_tokens
+        return self.reader.prompt_tokens
 
     @property
     def cached_tokens(self) -> int:
         """See ``ModelSteps``."""
-        return self._reader.cached_tokens
+        return self.reader.cached_tokens
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +62,7 @@ class CausalSteps:
     @property
     def reading(self) -> list[WrittenSequence]:
         """See ``ModelSteps``."""
-        return self._reader.sequences
+        return self.reader.sequences
 
     @property
     def num_free(self) -> int:
@@ -75,7 +75,7 @@ class CausalSteps:
 
     def begin(self, sequence: WrittenSequence) -> None:
         """See ``ModelSteps``."""
-        self._reader.begin(sequence)
+        self.reader.begin(sequence)
 
     def encode(self) -> list[Ended]:
         """See ``ModelSteps``; nothing to do."""
@@ -84,21 +84,19 @@ class CausalSteps:
     def read(self, drawn: ReadRows, searched: SearchedRows) -> StepLogits | None:
         """See ``ModelSteps``."""
         if self._stored is not None:  # a token follows each prompt that is read to its end
-            self._stored.put_all(but=self._reader.sequences)
+            self._stored.put_all(but=self.reader.sequences)
         parts: list[Part[WrittenSequence]] = []
         room = self._max_step_tokens - len(drawn.running) - len(searched.tokens)
         drafts = self._propose(drawn.running, room) if self._drafts is not None else []
-        if self._reader.sequences or self._entries is None or drawn.tokens is None or drafts:
-            parts = self._reader.parts(room - sum(map(len, drafts)))
+        if self.reader.sequences or self._entries is None or drawn.tokens is None or drafts:
+            parts = self.reader.parts(room - sum(map(len, drafts)))
             ids, entries = _inputs(drawn, searched, parts, drafts)
             self._entries = None if parts or searched.running or drafts else entries
         else:
             ids, entries = drawn.tokens, self._entries
         if not len(entries):
             return None
-        ends = sum(
-            sequence.read + count == len(sequence.request.prompt_ids) for sequence, count in parts
-        )
+        ends = sum(sequence.read + count == len(sequence.prompt_ids) for sequence, count in parts)
         num_logits = len(drawn.running) + sum(map(len, drafts)) + len(searched.places) + ends
         hidden = None
         if self._drafts is not None:
@@ -106,7 +104,7 @@ class CausalSteps:
         logits = self.caches.forward(ids, entries, num_logits, hidden_out=hidden)
         if self._drafts is not None and hidden is not None:
             self._drafts.observe(_hidden_rows(drawn, searched, parts, drafts, hidden))
-        begun = (part[0] for part in parts if self._reader.advance(part))
+        begun = (part[0] for part in parts if self.reader.advance(part))
         return StepLogits(logits, begun, drafts)
 
     def _propose(self, running: list[DrawnSequence], room: int) -> list[list[int]]:
@@ -123,7 +121,7 @@ class CausalSteps:
         self._ahead = waiting
         if not running:
             return []
-        if self._reader.sequences:
+        if self.reader.sequences:
             room //= 2
         each = min(room, self._most_rows - len(running)) // len(running)
         asks = []
@@ -158,12 +156,12 @@ class CausalSteps:
 
     def clear(self) -> None:
         """See ``ModelSteps``."""
-        self._reader.sequences, self._entries, self._ahead = [], None, []
+        self.reader.sequences, self._entries, self._ahead = [], None, []
 
     def flush(self) -> None:
         """See ``ModelSteps``."""
         if self._stored is not None:
-            self._stored.flush(but=self._reader.sequences)
+            self._stored.flush(but=self.reader.sequences)
 
 
 def _hidden_rows(

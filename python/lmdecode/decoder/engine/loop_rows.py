@@ -18,7 +18,7 @@ from lmdecode.decoder.engine.encoder_decoder_steps import EncoderDecoderSteps
 from lmdecode.decoder.engine.encoder_inputs import EncoderInput
 from lmdecode.decoder.engine.model_steps import ModelSteps, StepLogits
 from lmdecode.decoder.engine.request import RequestState
-from lmdecode.decoder.engine.rows import SearchedRows
+from lmdecode.decoder.engine.rows import ReadRows, SearchedRows
 from lmdecode.decoder.engine.sequences import DrawnSequence, WrittenSequence
 from lmdecode.decoder.engine.stored_prompts import PromptStore
 from lmdecode.decoder.weights import PackedDecoder
@@ -67,13 +67,12 @@ class LoopSequence(DrawnSequence):
         return True
 
 
-class LoopRows:
+class LoopRows(ReadRows):
     """``StepwiseModel`` of the rows of one call, on the steps of a model.
 
-    ``running`` and ``tokens`` are those of ``DrawnRows``, in whose place this is read. A row's
-    prompt is read by row ``leaders[row]``, which has the same one. With drafts each row reads its
-    own prompt. ``on_read`` is called with the tokens so far, [rows, S], before each later step.
-    Rows where ``has_ended()``, [rows] bool, have logits of 0 from then on.
+    Row ``leaders[row]`` reads a row's prompt, which is the same. With drafts each row reads its
+    own. ``on_read`` is called with the tokens so far, [rows, S], before each later step. Rows where
+    ``has_ended()``, [rows] bool, have logits of 0 from then on.
     """
 
     def __init__(
@@ -86,12 +85,11 @@ class LoopRows:
         on_read: Callable[[Tensor], None] | None = None,
         has_ended: Callable[[], Tensor] | None = None,
     ) -> None:
+        super().__init__()
         self.steps, self._rows, self._has_drafts = steps, list(rows), has_drafts
         self._leaders = list(range(len(rows))) if has_drafts else list(leaders)
         self._on_read, self._has_ended = on_read, has_ended
         self._reading: list[LoopSequence] = []  # prompts
-        self.running: list[DrawnSequence] = []
-        self.tokens: Tensor | None = None
         self._no_searches = SearchedRows(steps.caches, 1)
         self._of_rows: Tensor | None = None  # places, unless row i has place i
 

@@ -77,6 +77,11 @@ class Places:
             self._forget(place)
         self._free[place] = None
 
+    def cut(self, place: int, length: int) -> None:
+        """Note that a place went back to a length: it may hold other tokens from there on."""
+        if place in self._prompts:
+            self._prompts[place] = self._prompts[place][:length]
+
     def note_loaded(self, place: int, length: int) -> None:
         """Note that layers with a window have no more of a place's first tokens than was stored."""
         self._loaded[place] = length

@@ -58,6 +58,25 @@ class PromptReader(Generic[S]):
         self.sequences.remove(sequence)
         return True
 
+    def extend(self, sequence: S, begin: int, tokens: tuple[int, ...]) -> None:
+        """Append tokens to the prompt of a sequence, which follow ``begin`` tokens that it has.
+
+        Its prompt may have been read to its end, and other tokens after it.
+        """
+        if sequence not in self.sequences:
+            sequence.prompt_ids, sequence.read = (0,) * begin, begin  # these are not read again
+            self.sequences.append(sequence)
+        sequence.prompt_ids += tokens
+
+    def stop(self, sequence: S) -> None:
+        """Read no more of the prompt of a sequence, which no longer has all that it has read."""
+        if sequence in self.sequences:
+            self.sequences.remove(sequence)
+        for other in self.sequences:
+            if other.follows is not None and other.follows[0] is sequence:
+                other.follows = None
+                self._look_again(other)
+
     def _leader_at(self, place: int) -> S | None:
         return next((s for s in self.sequences if s.places[0] == place), None)
 

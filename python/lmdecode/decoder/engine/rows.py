@@ -46,14 +46,15 @@ class FollowingCaches(Protocol):
         """Make place i continue as place ``parents[i]``: [sequences] int64; most stay."""
 
 
-class ReadRows(Protocol):
+class ReadRows:
     """Sequences of one row each, as a model's steps read their last tokens.
 
     ``tokens``, [rows] int64, is the next token of each row, or None if rows have changed since.
     """
 
-    running: list[DrawnSequence]
-    tokens: Tensor | None
+    def __init__(self) -> None:
+        self.running: list[DrawnSequence] = []
+        self.tokens: Tensor | None = None
 
 
 class Ended(NamedTuple):
@@ -68,18 +69,16 @@ def _asks(sequence: DrawnSequence) -> bool:
     return sequence.grammar is not None or sequence.num_logprobs >= 0
 
 
-class DrawnRows:
+class DrawnRows(ReadRows):
     """The sampled sequences, by their rows in a ``CompactSampler``.
 
-    ``tokens``, [rows] int64, is the next token of each row, or None if rows have changed since.
     ``num_chosen`` counts all tokens so far, ``num_drafted`` the tokens of drafts, and
     ``num_accepted`` the chosen ones among these.
     """
 
     def __init__(self, rows: int, vocab: int, dialect: str) -> None:
+        super().__init__()
         self._sampler, self._vocab = CompactSampler(rows, vocab, dialect), vocab
-        self.running: list[DrawnSequence] = []
-        self.tokens: Tensor | None = None
         self.num_chosen = self.num_drafted = self.num_accepted = 0
         self._asks = False  # whether a row has a grammar or requests log-probabilities
 
