@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -190,3 +191,76 @@ def test_a_length_behind_which_a_window_has_let_go(decoding: lmdecode.Decoding) 
     with pytest.raises(ValueError, match=message):
         batch.truncate("a", 5)
     assert batch.length("a") == 150
+
+
+Trace = tuple[tuple[bool, tuple[int, ...]], ...]  # (whether of a prompt, tokens), in order
+
+
+def _replayed(decoding: lmdecode.Decoding, trace: Trace) -> torch.Tensor:
+    """Return the logits after the last token of a sequence that is alone in a batch."""
+    batch, request = decoding.batch(max_requests=1, capacity=200), None
+    row: dict[Any, torch.Tensor] = {}
+    for is_prompt, tokens in trace:
+        if request is None:
+            request = batch.add(tokens)
+            row = batch.step()
+        elif is_prompt:
+            batch.extend(request, tokens)
+            row = batch.step()
+        else:
+            for token in tokens:
+                row = batch.step({request: token})
+    return row[request]
+
+
+def _cut(trace: Trace, length: int) -> Trace:
+    kept = []
+    for is_prompt, tokens in trace:
+        if tokens[:length]:
+            kept.append((is_prompt, tokens[:length]))
+        length -= len(tokens[:length])
+    return tuple(kept)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prompts_with_common_prefixes_in_any_order_of_calls(seed: int) -> None:
+    """What sequences share, extend and take back changes no bit of another."""
+    decoding = lmdecode.Decoding.from_pretrained(random_model("llama", "plain"))
+    choice = random.Random(seed)
+    common = [random_tokens(70, 1).tolist(), random_tokens(40, 2).tolist()]
+    batch = decoding.batch(
+        max_requests=4, capacity=200, max_step_tokens=choice.choice((9, 33, 512))
+    )
+    traces, ready, checked = dict[Any, Trace](), dict[Any, torch.Tensor](), 0
+    for number in range(150):
+        what, names = choice.random(), list(batch.running)
+        name = choice.choice(names) if names else None
+        tail = tuple(choice.randrange(5, VOCAB) for _ in range(choice.randint(1, 6)))
+        if what < 0.25 and batch.free_places:
+            prompt = (*choice.choice(common)[: choice.randint(30, 70)], *tail)
+            name = batch.add(prompt, request_id=number)
+            traces[name] = ((True, prompt),)
+        elif what < 0.35 and name is not None and batch.length(name) < 120:
+            batch.extend(name, tail)
+            traces[name] = (*traces[name], (True, tail))
+            ready.pop(name, None)
+        elif what < 0.45 and name in ready and batch.free_places:
+            traces[batch.fork(name, request_id=number)] = traces[name]
+        elif what < 0.55 and name is not None and batch.length(name) > 1:
+            length = choice.randint(1, batch.length(name) - 1)
+            batch.truncate(name, length)
+            traces[name] = _cut(traces[name], length)
+            ready[name] = torch.empty(0)
+        elif what < 0.62 and name is not None:
+            batch.remove(name)
+            ready.pop(name, None)
+            del traces[name]
+        else:
+            tokens = {one: choice.randrange(5, VOCAB) for one in ready if choice.random() < 0.7}
+            for one, row in batch.step(tokens).items():
+                if one in tokens:
+                    traces[one] = (*traces[one], (False, (tokens[one],)))
+                ready[one] = row
+                assert torch.equal(row, _replayed(decoding, traces[one]))
+                checked += 1
+    assert checked > 40
