@@ -15,7 +15,7 @@ from tests.decoder.decoder_models import END, make_inputs, make_model
 pytest.importorskip("transformers")
 from transformers import GenerationConfig
 
-from lmdecode.integrations.transformers.decoding.encoder_decoder_generation import memory_of
+from lmdecode.integrations.transformers.decoding.encoding import memory_of
 
 SIZES: dict[str, int] = dict(max_requests=3, num_beams=5, capacity=40, source=16)
 

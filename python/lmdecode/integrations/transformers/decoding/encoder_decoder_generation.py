@@ -13,7 +13,7 @@ from transformers.generation.utils import (
 
 from lmdecode.beam.state import SearchDialect
 from lmdecode.beam.token_rules import TokenRules, repeat_token_rules
-from lmdecode.decoder.device_loop import DeviceDecoder
+from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
 from lmdecode.decoder.searches import DecodingSearches, length_limits, new_searches
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers._prefix_tries import (
@@ -35,11 +35,13 @@ from lmdecode.integrations.transformers.decoding.ctranslate2_rules import (
     with_rules,
 )
 from lmdecode.integrations.transformers.decoding.encoder_decoder_rows import (
+    SearchCall,
     decode_by_sampling,
     decode_with_any_rules,
+    leave_out,
+    prompt_padding,
 )
-from lmdecode.integrations.transformers.decoding.no_speech import NoSpeech
-from lmdecode.integrations.transformers.decoding.prompt_padding import leave_out, prompt_padding
+from lmdecode.integrations.transformers.decoding.encoding import memory_of
 from lmdecode.integrations.transformers.decoding.refused import (
     refuse_handed_on,
     refuse_inner_outputs,
@@ -51,9 +53,11 @@ from lmdecode.integrations.transformers.decoding.rules import (
     token_rules_of_processors,
     trie_of_processors,
 )
-from lmdecode.integrations.transformers.decoding.search_call import SearchCall
-from lmdecode.integrations.transformers.decoding.step_logits import StepLogits
-from lmdecode.integrations.transformers.decoding.whisper import CallSounds, cross_attentions
+from lmdecode.integrations.transformers.decoding.whisper import (
+    CallSounds,
+    NoSpeech,
+    cross_attentions,
+)
 from lmdecode.integrations.transformers.generate_call import (
     CACHE,
     refuse_assistance,
@@ -64,7 +68,7 @@ from lmdecode.integrations.transformers.sampling.loop import seeds_of_rows
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-__all__ = ["decode_encoder_decoder", "memory_of"]
+__all__ = ["decode_encoder_decoder"]
 
 # Arguments that generate() passes on and that have no effect here; inputs_embeds are the
 # encoder's.
@@ -117,28 +121,6 @@ def _check_max_length(decoder: PackedDecoder | DeviceDecoder, settings: SearchSe
                 f"{settings.max_length}: a prompt of {settings.prompt_length} and "
                 f"{settings.max_length - settings.prompt_length} new tokens"
             )
-
-
-def memory_of(
-    encoder_outputs: Any,
-    attention_mask: Tensor | None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
-) -> tuple[Tensor, Tensor]:
-    """Return the memories, [B, S, M] float32, and their lengths, [B] int64, on a device.
-
-    Masked positions are removed: attention to a memory does not depend on its order.
-    """
-    memory = encoder_outputs[0].detach().to(device=device, dtype=torch.float32)
-    if attention_mask is None:
-        full = torch.full((len(memory),), memory.shape[1], dtype=torch.int64, device=device)
-        return memory, full
-    mask = attention_mask.to(device).bool()
-    lengths = mask.sum(dim=1)
-    places = torch.arange(mask.shape[1], device=device)
-    if not torch.equal(mask, places < lengths[:, None]):
-        order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
-        memory = memory.gather(1, order[..., None].expand_as(memory))
-    return memory, lengths
 
 
 def decode_encoder_decoder(
@@ -330,3 +312,38 @@ def _decode_in_cpp(
     result["sequences_scores"] = found.scores if config.output_scores else None
     result["beam_indices"] = found.beam_indices
     return GenerateBeamEncoderDecoderOutput(**result)
+
+
+class StepLogits:
+    """Collects ``output_scores`` and ``output_logits`` over the steps.
+
+    ``scores`` has, for each step, [rows, V] float32 as in transformers: processed logits in greedy
+    search, processed log-probabilities with beams, and 0 in rows of ended searches. ``logits`` has
+    the unprocessed logits of the decoder. Nothing is collected unless ``is_kept``.
+    """
+
+    def __init__(self, config: GenerationConfig, *, is_kept: bool) -> None:
+        is_kept = is_kept and bool(config.return_dict_in_generate)
+        has_groups = (config.num_beam_groups or 1) > 1  # their diversity penalty is not a processor
+        self.scores: list[Tensor] | None = None
+        self.logits: list[Tensor] | None = None
+        if is_kept and config.output_scores and not has_groups:
+            self.scores = []
+        if is_kept and config.output_logits:
+            self.logits = []
+
+    def run(self, searches: DecodingSearches | DeviceSearches) -> None:
+        """Do steps until all searches have ended."""
+        if isinstance(searches, DeviceSearches) or (self.scores is None and self.logits is None):
+            searches.run()
+            return
+        slots, beams, _ = searches.state.sequences.shape
+        shape = (slots * beams, searches.decoder.config.vocab_size)
+        shapes = shape if self.scores is None else (2, *shape)
+        found = torch.zeros(shapes, dtype=torch.float32, device="cpu")
+        while searches.run(1, logits=found):
+            if self.logits is not None:
+                self.logits.append((found if self.scores is None else found[0]).clone())
+            if self.scores is not None:
+                self.scores.append(found[1].clone())
+            found.zero_()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lmdecode.beam.state import BeamState
 from lmdecode.beam.types import STATUS_EMPTY, STATUS_NAN
 from lmdecode.decoder.engine.loop_rows import MemoryRows, memory_rows
 from lmdecode.integrations.transformers._recorder import Recorder
@@ -15,17 +16,81 @@ from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult
 from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
 from lmdecode.integrations.transformers.beam.search import StateSearch
 from lmdecode.integrations.transformers.beam.settings import SearchSettings, raise_for_prompts
-from lmdecode.integrations.transformers.decoding.search_call import SearchCall
+from lmdecode.integrations.transformers.decoding.whisper import NoSpeech
 from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, sample_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transformers import LogitsProcessorList, StoppingCriteriaList
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
     from lmdecode.decoder.weights import PackedDecoder
 
-__all__ = ["decode_by_sampling", "decode_with_any_rules"]
+__all__ = [
+    "SearchCall",
+    "decode_by_sampling",
+    "decode_with_any_rules",
+    "leave_out",
+    "prompt_padding",
+]
+
+
+class SearchCall(NamedTuple):
+    """Arguments of one call of the loop by ``generate()``; only the memory may be on a device.
+
+    ``input_ids`` and ``padding`` (bool, True for padding) are [batch * num_beams, length].
+    ``memory`` is [batch, S, M] float32 with ``lengths`` [batch] int64. The config belongs to this
+    call. ``no_speech`` runs on the prompts.
+    """
+
+    model: Any
+    settings: SearchSettings
+    input_ids: Tensor
+    padding: Tensor | None
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    memory: Tensor
+    lengths: Tensor
+    no_speech: NoSpeech | None
+
+
+_PADDING = torch.iinfo(torch.int64).min  # kPadding of csrc/decoder/decoding.h
+
+
+def prompt_padding(model: Any, model_kwargs: dict[str, Any], input_ids: Tensor) -> Tensor | None:
+    """Return the mask of padding tokens, [rows, length] bool; None if there is no padding.
+
+    Raises ValueError if the mask does not fit the prompts, or the model is not Whisper: only
+    Whisper's positions do not count padding.
+    """
+    mask = model_kwargs.get("decoder_attention_mask")
+    if mask is None or bool(mask.all()):
+        return None
+    name = "decoder_attention_mask"
+    if model.config.model_type != "whisper":
+        raise ValueError(f"{name}: expected ones, prompts of the decoder are not padded")
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"{name}: expected shape {list(input_ids.shape)}, that of the prompts, got "
+            f"{list(mask.shape)}"
+        )
+    padding = mask.cpu() == 0
+    if bool(padding[:, -1].any()):
+        raise ValueError(f"{name}: expected 1 for the last token of each prompt, got 0")
+    return padding
+
+
+def leave_out(state: BeamState, padding: Tensor | None) -> None:
+    """Remove padding from the prompts at the start of a search."""
+    if padding is None:
+        return
+    slots, width, _ = state.sequences.shape
+    prompts = state.sequences[:, :, : padding.shape[1]]
+    padding = padding.view(slots, width, -1)
+    # Attention skips it anywhere, and positions do not count it.
+    order = torch.argsort((~padding).to(torch.uint8), dim=-1, stable=True)
+    prompts.copy_(prompts.masked_fill(padding, _PADDING).gather(-1, order))
 
 
 class GreedySearch(StateSearch):

@@ -15,7 +15,7 @@ from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder, PackedEncoder, 
 from lmdecode.integrations.transformers.decoding.encoders import encoder_of
 from lmdecode.integrations.transformers.stand_in import is_stand_in
 
-__all__ = ["Encoder", "with_encoder"]
+__all__ = ["Encoder", "memory_of", "with_encoder"]
 
 
 class Encoder:
@@ -241,3 +241,25 @@ def with_encoder(model: Any, encoder: Any) -> Any:
     runner = copy.copy(model)  # a shallow copy: modules and weights are shared
     runner.__dict__["get_encoder"] = lambda modality=None: encoder
     return runner
+
+
+def memory_of(
+    encoder_outputs: Any,
+    attention_mask: Tensor | None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
+) -> tuple[Tensor, Tensor]:
+    """Return the memories, [B, S, M] float32, and their lengths, [B] int64, on a device.
+
+    Masked positions are removed: attention to a memory does not depend on its order.
+    """
+    memory = encoder_outputs[0].detach().to(device=device, dtype=torch.float32)
+    if attention_mask is None:
+        full = torch.full((len(memory),), memory.shape[1], dtype=torch.int64, device=device)
+        return memory, full
+    mask = attention_mask.to(device).bool()
+    lengths = mask.sum(dim=1)
+    places = torch.arange(mask.shape[1], device=device)
+    if not torch.equal(mask, places < lengths[:, None]):
+        order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
+        memory = memory.gather(1, order[..., None].expand_as(memory))
+    return memory, lengths

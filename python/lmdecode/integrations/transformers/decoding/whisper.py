@@ -1,4 +1,4 @@
-"""Parts of Whisper's ``generate()`` outside its loop: encoder, language, alignment."""
+"""Parts of Whisper's ``generate()`` outside its loop: encoder, language, silence, alignment."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 from transformers.generation.logits_process import WhisperNoSpeechDetection
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from lmdecode.integrations.transformers.stand_in import is_stand_in
+from lmdecode.decoder.engine.loop_rows import memory_rows
+from lmdecode.decoder.searches import DecodingSearches
+from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.integrations.transformers.decoding.encoding import memory_of
+from lmdecode.integrations.transformers.stand_in import ForwardOf, is_stand_in
 
-__all__ = ["CallEncoder", "CallSounds", "cross_attentions"]
+__all__ = ["CallEncoder", "CallSounds", "NoSpeech", "PromptLogits", "cross_attentions"]
 
 
 class CallEncoder:
@@ -198,3 +203,93 @@ def _rows_of(options: dict[str, Any], rows: list[int]) -> dict[str, Any]:
         kwargs["decoder_attention_mask"] = kwargs["decoder_attention_mask"][rows]
     of_rows = {name: options[name][rows] for name in ("segment_input", "decoder_input_ids")}
     return {**options, **of_rows, "cur_bsz": len(rows), "kwargs": kwargs}
+
+
+class NoSpeech:
+    """Computes the probabilities of ``WhisperNoSpeechDetection`` in the search that follows.
+
+    transformers runs encoder and decoder again for them, if the prompt is longer than one token.
+    The ``processor`` receives them. Prompts are [rows, length] int64, ``num_beams`` rows per audio.
+    """
+
+    def __init__(
+        self, processor: WhisperNoSpeechDetection, input_ids: Tensor, num_beams: int
+    ) -> None:
+        self._processor: Any = processor
+        self._num_beams = num_beams
+        self._length = input_ids.shape[1]
+
+    @staticmethod
+    def take_from(
+        processors: LogitsProcessorList, input_ids: Tensor, num_beams: int
+    ) -> tuple[NoSpeech | None, LogitsProcessorList]:
+        """Return the detection and the processors without it.
+
+        The detection is None if it must see logits that earlier processors changed.
+        """
+        kinds = [type(processor) for processor in processors]
+        if type(processors) is not LogitsProcessorList:
+            return None, processors
+        if kinds.count(WhisperNoSpeechDetection) != 1:
+            return None, processors
+        place = kinds.index(WhisperNoSpeechDetection)
+        processor = processors[place]
+        if processor.start_of_trans_offset <= 1 and place > 0:
+            return None, processors
+        left = LogitsProcessorList([*processors[:place], *processors[place + 1 :]])
+        return NoSpeech(processor, input_ids, num_beams), left
+
+    def read(self, searches: DecodingSearches) -> None:
+        """Read the prompts as far as needed; the search continues from there."""
+        processor = self._processor
+        if self._length != processor.begin_index:
+            return
+        offset = processor.start_of_trans_offset
+        if offset > 1:
+            # Covers all audios, even if only some are retried at another temperature: transformers
+            # then indexes all of them, too.
+            if getattr(processor, "lmdecode_inputs", None) is processor.inputs:
+                return
+            processor.lmdecode_inputs = processor.inputs
+            logits = _logits_at(searches, processor.begin_index - offset)[:: self._num_beams]
+        else:
+            logits = _logits_at(searches, self._length - 1)[:: self._num_beams]
+            logits = logits.repeat_interleave(self._num_beams, dim=0)
+        processor._no_speech_prob = logits.softmax(dim=-1)[:, processor.no_speech_token]
+
+
+def _logits_at(searches: DecodingSearches, place: int) -> Tensor:
+    """Return the decoder's logits after the token at ``place`` of the prompts, [rows, V]."""
+    lengths, prompts = searches.state.lengths, searches.parameters.prompt_lengths
+    before = lengths.clone(), prompts.clone()
+    lengths.fill_(place + 1)
+    prompts.fill_(place + 1)
+    logits = searches.read_tokens()
+    lengths.copy_(before[0])
+    prompts.copy_(before[1])
+    return logits
+
+
+class PromptLogits(ForwardOf):
+    """The ``forward`` of a Whisper model on packed weights, for a prompt of one token."""
+
+    def __init__(self, kind: type, encoder: Any, decoder: PackedDecoder) -> None:
+        super().__init__(kind)
+        self._encoder, self._decoder = encoder, decoder
+
+    def __call__(
+        self,
+        input_features: Tensor | None = None,
+        *,
+        encoder_outputs: Any = None,
+        decoder_input_ids: Tensor,
+        use_cache: bool | None = None,
+    ) -> Seq2SeqLMOutput:
+        """Return logits [B, 1, V] float32 at [B, 1] tokens; ``use_cache`` has no effect."""
+        if encoder_outputs is None:
+            encoder_outputs = self._encoder(input_features=input_features)
+        memory, lengths = memory_of(encoder_outputs, None)
+        rows = memory_rows(self._decoder, memory, lengths, decoder_input_ids.tolist(), 2)
+        logits = rows.read_prompts(decoder_input_ids)
+        rows.release()
+        return Seq2SeqLMOutput(logits=logits[:, None])
