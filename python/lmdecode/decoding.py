@@ -188,17 +188,17 @@ class Decoding(PackedDecoding):
         options: dict[str, Any] = {"cache_dtype": cache_dtype, "use_cuda_graph": use_cuda_graph}
         decoding = cls(config, weights, dtype=dtype, **options)
         if isinstance(decoding.decoder, PackedDecoder):
-            from lmdecode.integrations.transformers.decoding.encoding import Encoder
+            from lmdecode.integrations.transformers.decoding.encoding import ModelEncoder
 
             decoder = decoding.decoder
-            decoding.encoder = Encoder(model, decoder.weight_format, decoder.tensors[0])
+            decoding.encoder = ModelEncoder(model, decoder.weight_format, decoder.tensors[0])
         if not keep_model and not isinstance(decoding.decoder, DeviceDecoder):
             if is_loaded_here:
                 model = without_weights(model)
             else:  # configs of their own: transformers writes the dtype to one
                 model = skeleton(*copy.deepcopy((model.config, model.generation_config)))
                 if decoding.encoder is not None:
-                    decoding.encoder = Encoder.of_parts(model, decoding.encoder.parts)
+                    decoding.encoder = ModelEncoder.of_parts(model, decoding.encoder.parts)
         decoding.model = model
         return decoding
 
@@ -218,9 +218,9 @@ class Decoding(PackedDecoding):
 
         self.model = skeleton_of(folder)
         if "encoder" in packed.parts:
-            from lmdecode.integrations.transformers.decoding.encoding import Encoder
+            from lmdecode.integrations.transformers.decoding.encoding import ModelEncoder
 
-            self.encoder = Encoder.of_parts(self.model, packed.parts)
+            self.encoder = ModelEncoder.of_parts(self.model, packed.parts)
 
     def _generation_default(self, name: str) -> Any:
         saved = self._saved

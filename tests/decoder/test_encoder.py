@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmdecode.decoder.encoder import EncoderConfig, EncoderWeights, PackedEncoder
 from lmdecode.integrations.transformers.decoding.encoders import encoder_of
-from lmdecode.integrations.transformers.decoding.encoding import Encoder
+from lmdecode.integrations.transformers.decoding.encoding import ModelEncoder
 from tests.support.op_contract import on_threads
 
 LENGTHS = (7, 30, 1, 12)
@@ -220,7 +220,7 @@ def test_masks(name: str, mask: str) -> None:
     seen = torch.ones(2, 6, dtype=torch.bool) if given is None else given.bool()
     ids[~seen] = model.config.pad_token_id
     want = model.get_encoder()(input_ids=ids, attention_mask=given)[0]
-    got = Encoder(model, "float32")(ids, given)
+    got = ModelEncoder(model, "float32")(ids, given)
     assert got.last_hidden_state.shape == want.shape
     assert relative(got[0][seen], want[seen]) < 1e-5
     assert mask == "holes" or not got[0][~seen].any()
@@ -229,7 +229,7 @@ def test_masks(name: str, mask: str) -> None:
 @torch.no_grad()
 def test_what_the_models_own_encoder_does() -> None:
     model, ids = model_of("bart"), tokens_of((12,)).view(2, 6)
-    own, encoder = model.get_encoder(), Encoder(model, "int4")
+    own, encoder = model.get_encoder(), ModelEncoder(model, "int4")
     got = encoder(ids, output_hidden_states=True)
     assert len(got.hidden_states) == 3
     assert got[0].equal(own(ids)[0]) and not encoder(ids)[0].equal(own(ids)[0])
@@ -243,10 +243,10 @@ def test_features(dtype: str) -> None:
     model = whisper()
     features = torch.randn(2, 8, 40)
     own = model.get_encoder()
-    got = Encoder(model, dtype)(input_features=features)[0]
+    got = ModelEncoder(model, dtype)(input_features=features)[0]
     assert relative(got, own(features)[0]) < (1e-5 if dtype == "float32" else 0.06)
     with pytest.raises(ValueError, match="mel input features to be of length 40"):
-        Encoder(model, dtype)(input_features=features[..., :20])
+        ModelEncoder(model, dtype)(input_features=features[..., :20])
 
 
 def test_a_copy_is_as_large_as_the_encoder() -> None:

@@ -17,7 +17,13 @@ from lmdecode.cli import COMMANDS
 from lmdecode.cli.errors import one_line
 from lmdecode.cli.options import MODEL_HELP, add_format_options, load_chat_model
 from lmdecode.cli.shipped_models import CAUSAL_MODEL, shipped_model
-from lmdecode.cli.verify_process import AfterKill, Plan, ProcessError, after_kill, process_facts
+from lmdecode.cli.verify_process import (
+    AfterKill,
+    ProcessError,
+    VerifyPlan,
+    after_kill,
+    process_facts,
+)
 from lmdecode.cli.verify_texts import (
     BATCH,
     COMPARED,
@@ -96,7 +102,7 @@ class NotChecked(Exception):
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckedBits:
     """The result of a check: digests, and a digest's name in ``kinds``.
 
     ``expected`` is None for digests that others are compared with. ``fault`` says what is wrong
@@ -127,7 +133,7 @@ class Checks:
         self._decoding, self._texts, self._folder, self._saved = decoding, texts, folder, saved
         self._kinds = [asked.kind for asked in texts.compared]
 
-    def lines(self) -> Iterator[tuple[str, Callable[[], Found]]]:
+    def lines(self) -> Iterator[tuple[str, Callable[[], CheckedBits]]]:
         """Yield the name of each line, and its check."""
         yield "alone", lambda: self._found(None, self._alone)
         yield f"in a batch of {BATCH}", lambda: self._found(self._alone.bits, self._batch())
@@ -135,7 +141,7 @@ class Checks:
         yield "on two threads", partial(self._on_threads, 2)
         yield "with drafts", self._with_drafts
         own, *others = reversed(levels_here())
-        yield f"ops at {own}", lambda: Found(self._ops, None, list(OPS))
+        yield f"ops at {own}", lambda: CheckedBits(self._ops, None, list(OPS))
         for level in others:
             facts = _once(partial(self._at_level, level))
             yield f"ops at {level}", partial(self._ops_at, facts)
@@ -144,10 +150,10 @@ class Checks:
         yield "from the store after kill -9", partial(self._after_kill, around)
         yield "with a byte of the store flipped", partial(self._with_a_flip, around)
 
-    def _found(self, expected: Bits | None, *several: Written, **more: str) -> Found:
+    def _found(self, expected: Bits | None, *several: Written, **more: str) -> CheckedBits:
         """Return the first bits that differ from the expected ones, else the expected ones."""
         other = next((each for each in several if each.bits != expected), several[0])
-        return Found(other.bits, expected, self._kinds, **more)
+        return CheckedBits(other.bits, expected, self._kinds, **more)
 
     # ---- in this process
 
@@ -165,18 +171,18 @@ class Checks:
     def _batch(self, **options: Any) -> Written:
         return write_in_a_batch(self._decoding, self._texts, **options)
 
-    def _on_threads(self, count: int) -> Found:
+    def _on_threads(self, count: int) -> CheckedBits:
         expected, expected_ops = self._alone.bits, self._ops
         before = torch.get_num_threads()
         torch.set_num_threads(count)
         try:
-            ops = Found(bits_of_ops(), expected_ops, list(OPS))
+            ops = CheckedBits(bits_of_ops(), expected_ops, list(OPS))
             fault = f"ops differ: {'; '.join(ops.differing)}" if ops.differing else ""
             return self._found(expected, self._write_alone(), self._batch(), fault=fault)
         finally:
             torch.set_num_threads(before)
 
-    def _with_drafts(self) -> Found:
+    def _with_drafts(self) -> CheckedBits:
         """By prompt lookup in a batch; alone by the model itself, which drafts right."""
         batch = self._batch(**_LOOKUP)
         alone = self._write_alone(
@@ -202,7 +208,7 @@ class Checks:
             except OSError as error:
                 raise NotChecked(f"other processes cannot have the model: {error}") from error
         path = self._folder / "plan.json"
-        plan = Plan(
+        plan = VerifyPlan(
             str(model.absolute()), self._decoding.cache_dtype,
             self._texts.tokens, self._texts.context,
         )  # fmt: skip
@@ -213,11 +219,11 @@ class Checks:
         (facts,) = process_facts("level", self._plan, LMDECODE_CPU_CAPABILITY=level)
         return {name: tuple(facts[name]) for name in ("ops", "alone", "batch")}
 
-    def _ops_at(self, facts: Callable[[], dict[str, Bits]]) -> Found:
-        return Found(facts()["ops"], self._ops, list(OPS))
+    def _ops_at(self, facts: Callable[[], dict[str, Bits]]) -> CheckedBits:
+        return CheckedBits(facts()["ops"], self._ops, list(OPS))
 
-    def _texts_at(self, facts: Callable[[], dict[str, Bits]]) -> Found:
-        return Found(facts()["batch"], facts()["alone"], self._kinds)
+    def _texts_at(self, facts: Callable[[], dict[str, Bits]]) -> CheckedBits:
+        return CheckedBits(facts()["batch"], facts()["alone"], self._kinds)
 
     def _around_a_kill(self) -> AfterKill:
         try:
@@ -233,7 +239,7 @@ class Checks:
             raise NotChecked("no prompt was stored before the kill")
         return found
 
-    def _after_kill(self, around: Callable[[], AfterKill]) -> Found:
+    def _after_kill(self, around: Callable[[], AfterKill]) -> CheckedBits:
         found = around()
         whole = _checked(found.whole)
         tokens = sum(len(asked.prompt) for asked in self._texts.compared)
@@ -245,7 +251,7 @@ class Checks:
             fault=f"{lost} tokens are lost whose write was acknowledged" if lost else "",
         )
 
-    def _with_a_flip(self, around: Callable[[], AfterKill]) -> Found:
+    def _with_a_flip(self, around: Callable[[], AfterKill]) -> CheckedBits:
         found = around()
         of = found.damaged
         whole, broken = _checked(found.whole), _checked(found.broken)
@@ -351,7 +357,7 @@ class _Lines:
     def __init__(self) -> None:
         self._same = self._wrong = self._not_checked = 0
 
-    def write(self, name: str, check: Callable[[], Found]) -> None:
+    def write(self, name: str, check: Callable[[], CheckedBits]) -> None:
         """Run a check, and write its line."""
         try:
             text = self._text_of(check())
@@ -364,7 +370,7 @@ class _Lines:
             text = f"FAILED: {one_line(error)}"
         print(f"{name:<{_WIDTH}}{text}".rstrip(), flush=True)
 
-    def _text_of(self, found: Found) -> str:
+    def _text_of(self, found: CheckedBits) -> str:
         differing = found.differing
         verdict = f"DIFFERS: {'; '.join(differing)}" if differing else "same"
         if found.fault:

@@ -32,13 +32,13 @@ from lmdecode.cli.verify_texts import (
 )
 from lmdecode.decoding import Decoding
 
-__all__ = ["AfterKill", "Plan", "ProcessError", "after_kill", "main", "process_facts"]
+__all__ = ["AfterKill", "ProcessError", "VerifyPlan", "after_kill", "main", "process_facts"]
 
 _CAPACITY_BYTES = 1 << 36  # far more than is written
 
 
 @dataclass(frozen=True)
-class Plan:
+class VerifyPlan:
     """A model in a folder of ``Decoding.save``, and arguments of ``Texts``, for another process."""
 
     model: str
@@ -51,9 +51,9 @@ class Plan:
         path.write_text(json.dumps(asdict(self)))
 
     @staticmethod
-    def read(path: str) -> Plan:
+    def read(path: str) -> VerifyPlan:
         """Read it from a file."""
-        return Plan(**json.loads(Path(path).read_text()))
+        return VerifyPlan(**json.loads(Path(path).read_text()))
 
     def load(self) -> tuple[Decoding, Texts]:
         """Return the model and the texts."""
@@ -65,7 +65,7 @@ def _tell(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def _level(plan: Plan) -> None:
+def _level(plan: VerifyPlan) -> None:
     """Tell the bits at the CPU level of this process."""
     decoding, texts = plan.load()
     alone = write_alone(decoding, texts.compared)
@@ -81,7 +81,7 @@ def _until_killed(texts: Texts) -> Iterator[tuple[int, Asked]]:
             yield -1, asked._replace(prompt=[begin, *asked.prompt[1:]])
 
 
-def _write(plan: Plan, store_folder: str) -> None:
+def _write(plan: VerifyPlan, store_folder: str) -> None:
     """Store prompts while texts are written, and tell how much of each is stored."""
     from lmdecode.store import KVStore
 
@@ -96,7 +96,7 @@ def _write(plan: Plan, store_folder: str) -> None:
             _tell(number=number, stored=hit.num_tokens)
 
 
-def _read(plan: Plan, *store_folders: str) -> None:
+def _read(plan: VerifyPlan, *store_folders: str) -> None:
     """Write the texts with each store; tell their bits and the tokens from the store."""
     from lmdecode.store import KVStore
 
@@ -118,7 +118,7 @@ _TASKS: dict[str, Callable[..., None]] = {"level": _level, "write": _write, "rea
 
 def main(task: str, plan: str, *arguments: str) -> None:
     """Do a task, and print what was found."""
-    _TASKS[task](Plan.read(plan), *arguments)
+    _TASKS[task](VerifyPlan.read(plan), *arguments)
 
 
 _ACKNOWLEDGED = 8  # prompts, when the writer is killed
@@ -239,7 +239,7 @@ def after_kill(
 ) -> AfterKill | None:
     """Kill a process that stores prompts, and let another one go on, also with a flipped byte.
 
-    ``plan`` is the file of a ``Plan``, ``folder`` is for the stores, and ``token_bytes`` is the
+    ``plan`` is the file of a ``VerifyPlan``, ``folder`` is for the stores, ``token_bytes`` is the
     size of a token's keys in a layer. Returns None if no prompt was stored; raises ProcessError if
     a process failed.
     """

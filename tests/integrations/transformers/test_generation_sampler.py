@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 from lmdecode.integrations.transformers import sample
 from lmdecode.integrations.transformers.sampling import loop
 from lmdecode.integrations.transformers.sampling.fusion import fuse_sampling
-from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
+from lmdecode.integrations.transformers.sampling.sampler_arguments import CallRows
 
 assert_identical = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
@@ -275,7 +275,7 @@ R, N, B, T, K, H, Y = (
     TopHLogitsWarper(0.5),
     TypicalLogitsWarper(0.9),
 )
-ROWS = Rows(9, 50, 0)
+ROWS = CallRows(9, 50, 0)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_greedy_search_gives_no_filter_to_the_sampler():
 
 
 def test_padding_that_counts_as_text_is_left_to_the_processors():
-    padded = Rows(9, 50, torch.tensor([0, 2]))
+    padded = CallRows(9, 50, torch.tensor([0, 2]))
     assert fuse_sampling(LogitsProcessorList([N]), True, padded).sampler is None
     assert fuse_sampling(LogitsProcessorList([R]), True, padded).sampler is None
     ignoring = RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=torch.tensor([0, 2]))

@@ -144,7 +144,7 @@ def decode_encoder_decoder(
     ``sounds`` are those of Whisper's rows, else None; ``synced_gpus`` and ``streamer`` are unused.
     ``seed`` is as for ``sample``, and an error with beam sampling. Returns what ``generate()``
     does: [B * num_return_sequences, length] int64, or outputs with the ``scores`` and ``logits`` of
-    ``StepLogits``. Raises ValueError for an argument that is not supported, and RuntimeError for
+    ``StepOutputs``. Raises ValueError for an argument that is not supported, and RuntimeError for
     NaN in the logits of a prompt, or no candidate above -inf.
     """
     config = generation_config
@@ -289,7 +289,7 @@ def _decode_in_cpp(
     if isinstance(call.processors, FolderProcessors) and isinstance(searches, DecodingSearches):
         searches.choose_first()
     is_kept = isinstance(decoder, PackedDecoder)
-    outputs = StepLogits(config, is_kept=is_kept)
+    outputs = StepOutputs(config, is_kept=is_kept)
     outputs.run(searches)
     state = searches.state
     failed = state.status != 0
@@ -314,7 +314,7 @@ def _decode_in_cpp(
     return GenerateBeamEncoderDecoderOutput(**result)
 
 
-class StepLogits:
+class StepOutputs:
     """Collects ``output_scores`` and ``output_logits`` over the steps.
 
     ``scores`` has, for each step, [rows, V] float32 as in transformers: processed logits in greedy

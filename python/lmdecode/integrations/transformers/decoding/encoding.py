@@ -15,10 +15,10 @@ from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder, PackedEncoder, 
 from lmdecode.integrations.transformers.decoding.encoders import encoder_of
 from lmdecode.integrations.transformers.stand_in import is_stand_in
 
-__all__ = ["Encoder", "memory_of", "with_encoder"]
+__all__ = ["ModelEncoder", "memory_of", "with_encoder"]
 
 
-class Encoder:
+class ModelEncoder:
     """A model's encoder on packed weights.
 
     For unsupported inputs (embeddings, states of all layers, masks other than runs of ones) the
@@ -39,7 +39,7 @@ class Encoder:
         self._take(model, parts)
 
     @classmethod
-    def of_parts(cls, model: Any, parts: Mapping[str, Any]) -> Encoder:
+    def of_parts(cls, model: Any, parts: Mapping[str, Any]) -> ModelEncoder:
         """Return the encoder of a packed model, from its ``parts``."""
         encoder = cls.__new__(cls)
         encoder._take(model, parts)

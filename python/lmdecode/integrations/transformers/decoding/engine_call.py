@@ -40,7 +40,7 @@ from lmdecode.integrations.transformers.decoding.rules import (
 from lmdecode.integrations.transformers.sampling.fusion import WARPERS, fuse_sampling
 from lmdecode.integrations.transformers.sampling.generate_sampler import sampler_parameters
 from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, seeds_of_rows
-from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
+from lmdecode.integrations.transformers.sampling.sampler_arguments import CallRows
 from lmdecode.sampling.sampler_rows import (
     RowRules,
     check_parameters,
@@ -61,7 +61,7 @@ _STEADY = {
 
 
 def _parameters(
-    processors: LogitsProcessorList, do_sample: bool, rows: Rows
+    processors: LogitsProcessorList, do_sample: bool, rows: CallRows
 ) -> dict[str, Any] | None:
     """Return the parameters of an engine's request; None if a processor must be called."""
     if type(processors) is not LogitsProcessorList or any(
@@ -94,7 +94,7 @@ def rules_of_drafts(
         padding = length - (call.mask != 0).sum(-1).to("cpu")
     steady = LogitsProcessorList(p for p in call.processors if type(p) in _STEADY)
     do_sample = bool(call.config.do_sample)
-    given = _parameters(steady, do_sample, Rows(length, vocab, padding, {})) or {}
+    given = _parameters(steady, do_sample, CallRows(length, vocab, padding, {})) or {}
     if not do_sample:
         given["temperature"] = 0.0
     checked = check_parameters({"temperature": 1.0, **given}, vocab)
@@ -162,7 +162,7 @@ def engine_call(packed: PackedCausalModel, call: CausalCall) -> EngineCall | Non
         return None
     padding: Any = torch.tensor([length - len(prompt) for prompt in prompts], device="cpu")
     do_sample = bool(config.do_sample)
-    given = _parameters(call.processors, do_sample, Rows(length, vocab, padding, {}))
+    given = _parameters(call.processors, do_sample, CallRows(length, vocab, padding, {}))
     if given is None:
         return None
     return EngineCall(new, do_sample, ends, given, 0 if pad is None else int(pad))

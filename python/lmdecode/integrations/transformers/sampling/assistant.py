@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
 
-__all__ = ["AssistantDrafts"]
+__all__ = ["SpeculativeAssistant"]
 
 
 def _vocab_size(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-class AssistantDrafts:
+class SpeculativeAssistant:
     """Draft tokens of an assistant model.
 
     transformers' ``AssistedCandidateGenerator`` runs the assistant, keeps its cache, and decides

@@ -26,7 +26,7 @@ from lmdecode.integrations.transformers.sampling.sampler_arguments import (
     BANS,
     RANKS,
     SAMPLER_ARGUMENTS,
-    Rows,
+    CallRows,
 )
 
 
@@ -70,7 +70,7 @@ def keeps_no_state(processor: Any) -> bool:
     return type(processor) in _WITHOUT_STATE
 
 
-def fused_stages(processor: Any, rows: Rows | None = None) -> dict[str, Any] | None:
+def fused_stages(processor: Any, rows: CallRows | None = None) -> dict[str, Any] | None:
     """Return the op's arguments that replace ``processor``, or None if none do.
 
     With ``rows``, the arguments may be those of a ``Sampler``. They are {} if the processor has no
@@ -102,7 +102,7 @@ def fused_stages(processor: Any, rows: Rows | None = None) -> dict[str, Any] | N
 
 
 def _fused_suffix(
-    processors: LogitsProcessorList, ranks: Mapping[str, int], rows: Rows | None = None
+    processors: LogitsProcessorList, ranks: Mapping[str, int], rows: CallRows | None = None
 ) -> tuple[int, dict[str, Any]]:
     """Return how many processors are called before the op, and its arguments.
 
@@ -129,7 +129,7 @@ def _fused_suffix(
 
 
 def fuse_sampling(
-    logits_processor: LogitsProcessorList, do_sample: bool, rows: Rows | None = None
+    logits_processor: LogitsProcessorList, do_sample: bool, rows: CallRows | None = None
 ) -> SamplingFusion:
     """Split a list of processors into a part that is called and a suffix that an op replaces.
 

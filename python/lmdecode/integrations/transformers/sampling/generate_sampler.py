@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.integrations.transformers.sampling.grammar import fitting_mask
-from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
+from lmdecode.integrations.transformers.sampling.sampler_arguments import CallRows
 from lmdecode.sampling.sampler import Sampler
 from lmdecode.sampling.types import SamplerOutput
 
@@ -52,7 +52,7 @@ class GenerateSampler:
         logits: torch.Tensor,
         input_ids: torch.Tensor,
         arguments: dict[str, Any],
-        rows: Rows,
+        rows: CallRows,
     ) -> SamplerOutput:
         """Choose a token for each row from logits [B, V] after ``input_ids`` [B, S].
 
@@ -77,7 +77,7 @@ class GenerateSampler:
         self._drawn = drawn.index
         return drawn
 
-    def _begin(self, input_ids: torch.Tensor, asked: dict[str, Any], rows: Rows) -> Sampler:
+    def _begin(self, input_ids: torch.Tensor, asked: dict[str, Any], rows: CallRows) -> Sampler:
         parameters = sampler_parameters(asked)
         seed: Any = self._seed
         if seed is None:

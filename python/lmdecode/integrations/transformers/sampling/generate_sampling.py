@@ -19,13 +19,13 @@ from lmdecode.integrations.transformers.generate_call import (
     with_stop_strings,
 )
 from lmdecode.integrations.transformers.running_model import RunningModel
-from lmdecode.integrations.transformers.sampling.assistant import AssistantDrafts
+from lmdecode.integrations.transformers.sampling.assistant import SpeculativeAssistant
 from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, sample_tokens
 from lmdecode.integrations.transformers.sampling.read_ahead import lookup_of
 from lmdecode.integrations.transformers.sampling.speculation import (
-    Drafts,
-    LookupDrafts,
     Speculation,
+    SpeculativeDrafts,
+    SpeculativeLookup,
     check_speculation,
 )
 
@@ -182,16 +182,16 @@ def _speculation(
     Without a seed the search is greedy.
     """
     _, lookup = lookup_of(generation_config, "sample")
-    drafts: Drafts
+    drafts: SpeculativeDrafts
     if lookup is not None:
         name = "prompt_lookup_num_tokens"
         check_speculation(name, model, input_ids, model_kwargs, synced_gpus)
-        drafts = LookupDrafts(lookup, model.config.get_text_config().vocab_size)
+        drafts = SpeculativeLookup(lookup, model.config.get_text_config().vocab_size)
     elif assistant_model is not None:
         name = "assistant_model"
         check_speculation(name, model, input_ids, model_kwargs, synced_gpus)
         noise = seed.tolist() if isinstance(seed, torch.Tensor) else seed
-        drafts = AssistantDrafts(
+        drafts = SpeculativeAssistant(
             model,
             assistant_model,
             generation_config,

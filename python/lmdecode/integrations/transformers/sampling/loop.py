@@ -13,7 +13,7 @@ from lmdecode.integrations.transformers._status import raise_for_status
 from lmdecode.integrations.transformers.sampling.fusion import SamplingFusion, fuse_sampling
 from lmdecode.integrations.transformers.sampling.generate_sampler import GenerateSampler
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
-from lmdecode.integrations.transformers.sampling.sampler_arguments import Rows
+from lmdecode.integrations.transformers.sampling.sampler_arguments import CallRows
 from lmdecode.sampling.ops import row_tensor, top_k_top_p_sample
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _sample_by_rules(
     input_ids: torch.Tensor,
     fusion: SamplingFusion,
     sampler: GenerateSampler,
-    rows: Rows,
+    rows: CallRows,
     keep_scores: bool,
     keep_logits: bool,
 ) -> _ChosenTokens:
@@ -217,7 +217,7 @@ def sample_tokens(
     while True:
         rows = None
         if device.type == "cpu" and padding is not None:
-            rows = Rows(input_ids.shape[1], logits.shape[1], padding, kept)
+            rows = CallRows(input_ids.shape[1], logits.shape[1], padding, kept)
         fusion = fuse_sampling(logits_processor, do_sample, rows)
         if fusion.sampler is not None and rows is not None:
             step = _sample_by_rules(logits, input_ids, fusion, sampler, rows, **keeps)

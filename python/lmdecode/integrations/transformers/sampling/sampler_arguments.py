@@ -29,7 +29,7 @@ from lmdecode.integrations.transformers._prefix_tries import prefix_tokens_of
 from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsProcessor
 
 
-class Rows(NamedTuple):
+class CallRows(NamedTuple):
     """The sequences of a step, which decide whether a ``Sampler`` can express a processor.
 
     ``length`` counts padding. ``padding`` (int or [B] int64) is the number of padding tokens on the
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         return bool((padding > 0).any()) if isinstance(padding, torch.Tensor) else padding > 0
 
 
-def _repetition(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _repetition(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     ignored = getattr(processor, "prompt_ignore_length", None)
     padding = rows.padding
     if isinstance(padding, torch.Tensor):
@@ -64,12 +64,12 @@ def _repetition(processor: Any, rows: Rows) -> dict[str, Any] | None:
     return {"repetition_penalty": processor.penalty} if same else None
 
 
-def _no_repeat_ngram(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _no_repeat_ngram(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     return None if rows.are_padded else {"no_repeat_ngram_size": processor.ngram_size}
 
 
-def _sequences(name: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
-    def made_of(biases: Any, rows: Rows) -> dict[str, Any] | None:
+def _sequences(name: str) -> Callable[[Any, CallRows], dict[str, Any] | None]:
+    def made_of(biases: Any, rows: CallRows) -> dict[str, Any] | None:
         if any(max(ids) >= rows.vocab for ids in biases):  # transformers raises its own error
             return None
         if rows.are_padded and any(len(ids) > 1 for ids in biases):
@@ -82,7 +82,7 @@ def _sequences(name: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
             name: {ids: biases[ids] for length in lengths for ids in biases if len(ids) == length}
         }
 
-    def sequence_bias(processor: Any, rows: Rows) -> dict[str, Any] | None:
+    def sequence_bias(processor: Any, rows: CallRows) -> dict[str, Any] | None:
         biases = processor.sequence_bias
         if rows.kept is None:
             return made_of(biases, rows)
@@ -95,51 +95,51 @@ def _sequences(name: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
     return sequence_bias
 
 
-def _banned(tokens: torch.Tensor, rows: Rows) -> tuple[int, ...]:
+def _banned(tokens: torch.Tensor, rows: CallRows) -> tuple[int, ...]:
     return tuple(token for token in tokens.tolist() if 0 <= token < rows.vocab)
 
 
-def _min_length(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _min_length(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     if rows.length >= processor.min_length:
         return {}
     return {"min_length": _banned(processor.eos_token_id, rows)}
 
 
-def _min_new_tokens(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _min_new_tokens(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     if rows.length - processor.prompt_length_to_skip >= processor.min_new_tokens:
         return {}
     return {"min_new_tokens": _banned(processor.eos_token_id, rows)}
 
 
-def _suppress(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _suppress(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     return {"suppress_tokens": _banned(processor.suppress_tokens, rows)}
 
 
-def _suppress_at_begin(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _suppress_at_begin(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     if rows.length != processor.begin_index:
         return {}
     return {"begin_suppress_tokens": _banned(processor.begin_suppress_tokens, rows)}
 
 
-def _forced_bos(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _forced_bos(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     return None if rows.length == 1 else {}
 
 
-def _forced_eos(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _forced_eos(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     return None if rows.length == processor.max_length - 1 else {}
 
 
-def _grammar(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _grammar(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     return {"bitmask": processor}
 
 
-def _prefix_tokens(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _prefix_tokens(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     prefix_tokens = prefix_tokens_of(processor)
     return None if prefix_tokens is None else {"bitmask": prefix_tokens}
 
 
-def _filter(name: str, attribute: str) -> Callable[[Any, Rows], dict[str, Any] | None]:
-    def stage(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _filter(name: str, attribute: str) -> Callable[[Any, CallRows], dict[str, Any] | None]:
+    def stage(processor: Any, rows: CallRows) -> dict[str, Any] | None:
         if processor.filter_value != -math.inf or getattr(processor, "min_tokens_to_keep", 1) != 1:
             return None
         return {name: float(getattr(processor, attribute))}
@@ -147,13 +147,13 @@ def _filter(name: str, attribute: str) -> Callable[[Any, Rows], dict[str, Any] |
     return stage
 
 
-def _top_h(processor: Any, rows: Rows) -> dict[str, Any] | None:
+def _top_h(processor: Any, rows: CallRows) -> dict[str, Any] | None:
     expressible = processor.filter_value == -math.inf and processor.top_n == 100
     return {"top_h": float(processor.top_h)} if expressible else None
 
 
 # {}: the processor has no effect at this step. None: it must be called.
-SAMPLER_ARGUMENTS: dict[type, Callable[[Any, Rows], dict[str, Any] | None]] = {
+SAMPLER_ARGUMENTS: dict[type, Callable[[Any, CallRows], dict[str, Any] | None]] = {
     SequenceBiasLogitsProcessor: _sequences("sequence_bias"),
     RepetitionPenaltyLogitsProcessor: _repetition,
     NoRepeatNGramLogitsProcessor: _no_repeat_ngram,

@@ -20,12 +20,12 @@ from lmdecode.sampling.drafts import prompt_lookup
 if TYPE_CHECKING:
     from transformers._typing import GenerativePreTrainedModel
 
-__all__ = ["Drafts", "LookupDrafts", "Speculation", "check_speculation"]
+__all__ = ["Speculation", "SpeculativeDrafts", "SpeculativeLookup", "check_speculation"]
 
 _MOST = 1 << 24  # tokens of a draft
 
 
-class Drafts(Protocol):
+class SpeculativeDrafts(Protocol):
     """Proposes tokens."""
 
     def propose(
@@ -37,7 +37,7 @@ class Drafts(Protocol):
     def close(self) -> None: ...
 
 
-class LookupDrafts:
+class SpeculativeLookup:
     """Draft tokens by prompt lookup: the tokens after an earlier occurrence of the last n-gram.
 
     It drafts fewer tokens after a rejection.
@@ -145,7 +145,7 @@ class Speculation:
         name: str,
         model: GenerativePreTrainedModel,
         forward: Any,
-        drafts: Drafts,
+        drafts: SpeculativeDrafts,
         model_kwargs: dict[str, Any],
         max_length: int | None,
     ) -> None:
