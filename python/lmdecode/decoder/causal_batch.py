@@ -280,7 +280,7 @@ class CausalBatch:
                 f"{_OP}.step: tokens has {len(tokens)} entries; expected at most "
                 f"{self._max_step_tokens}, max_step_tokens"
             )
-        running = list[DrawnSequence]()
+        running, lengths = list[DrawnSequence](), self._caches.lengths.tolist()
         for request, token in tokens.items():
             sequence = self._of("step", request)
             if unread := self._unread(sequence):
@@ -288,9 +288,12 @@ class CausalBatch:
                     f"{_OP}.step: tokens has request {request!r}, {unread} tokens of whose prompt "
                     "have not been read; expected one that has been read"
                 )
-            (sequence.last,) = self._tokens("step", [token], self._length(sequence))
+            (sequence.last,) = self._tokens("step", [token], lengths[sequence.places[0]])
             running.append(sequence)
+        is_same = running == self._rows.running
+        last = [sequence.last for sequence in running]
         self._rows.running = running
+        self._rows.tokens = torch.tensor(last, device="cpu") if is_same and last else None
         step = self._steps.read(self._rows, self._no_searches)
         if step is None:
             return {}

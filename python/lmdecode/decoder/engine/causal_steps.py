@@ -85,6 +85,10 @@ class CausalSteps:
         """See ``ModelSteps``."""
         if self._stored is not None:  # a token follows each prompt that is read to its end
             self._stored.put_all(but=self.reader.sequences)
+        if self._entries is not None and drawn.tokens is not None:
+            if self._drafts is None and not self.reader.sequences:  # the same rows again
+                logits = self.caches.forward(drawn.tokens, self._entries, len(drawn.running))
+                return StepLogits(logits, iter(()))
         parts: list[Part[WrittenSequence]] = []
         room = self._max_step_tokens - len(drawn.running) - len(searched.tokens)
         drafts = self._propose(drawn.running, room) if self._drafts is not None else []

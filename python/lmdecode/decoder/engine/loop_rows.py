@@ -72,7 +72,7 @@ class LoopRows(ReadRows):
 
     Row ``leaders[row]`` reads a row's prompt, which is the same. With drafts each row reads its
     own. ``on_read`` is called with the tokens so far, [rows, S], before each later step. Rows where
-    ``has_ended()``, [rows] bool, have logits of 0 from then on.
+    ``has_ended()``, [rows] bool or None for none, have logits of 0 from then on.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LoopRows(ReadRows):
         *,
         has_drafts: bool = False,
         on_read: Callable[[Tensor], None] | None = None,
-        has_ended: Callable[[], Tensor] | None = None,
+        has_ended: Callable[[], Tensor | None] | None = None,
     ) -> None:
         super().__init__()
         self.steps, self._rows, self._has_drafts = steps, list(rows), has_drafts
@@ -144,11 +144,12 @@ class LoopRows(ReadRows):
         if self._on_read is not None:
             self._on_read(input_ids)
         last = input_ids[:, -1].contiguous()
-        if self._has_ended is not None and bool((ended := self._has_ended()).any()):
+        if self._has_ended is not None and (ended := self._has_ended()) is not None:
             return self._read_others(last, ended)
         if not self._has_drafts:
-            for row, token in zip(self._rows, last.tolist(), strict=True):
-                row.last = token
+            if self.tokens is None:  # the steps see the rows for the first time
+                for row, token in zip(self._rows, last.tolist(), strict=True):
+                    row.last = token
             self.tokens = last
             return self._step().logits
         chosen = zip(self._rows, last.tolist(), strict=True)
@@ -218,7 +219,7 @@ def memory_rows(
     lengths: Tensor,
     prompts: list[list[int]],
     max_length: int,
-    has_ended: Callable[[], Tensor] | None = None,
+    has_ended: Callable[[], Tensor | None] | None = None,
 ) -> MemoryRows:
     """Return the rows of ``prompts`` of tokens, whose beginning has not been read.
 

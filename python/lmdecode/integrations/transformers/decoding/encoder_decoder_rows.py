@@ -138,16 +138,19 @@ class _WithoutEnded:
 
     def __init__(self, search: GreedySearch | PlainSearch | GroupSearch) -> None:
         self._search, self._beams = search, search.state.scores.shape[1]
+        self._ended: Tensor | None = None
 
-    def ended(self) -> Tensor:
-        """Return [rows] bool: the rows of ended searches."""
-        return (self._search.state.done != 0).repeat_interleave(self._beams)
+    def ended(self) -> Tensor | None:
+        """Return [rows] bool: the rows of ended searches; None before the first has ended."""
+        return self._ended
 
     def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
-        ended, scores = self.ended(), self._search.recorder
         beams = self._search.step(logits, input_ids)
-        if scores.scores is not None:
-            scores.scores[-1][ended] = 0.0
+        scores, done = self._search.recorder.scores, self._search.state.done
+        if self._ended is not None and scores is not None:
+            scores[-1][self._ended] = 0.0
+        if any(done.tolist()):
+            self._ended = (done != 0).repeat_interleave(self._beams)
         return beams
 
     def finish(self, input_ids: Tensor) -> SearchResult:
@@ -155,7 +158,7 @@ class _WithoutEnded:
 
 
 def _rows_of_call(
-    decoder: PackedDecoder, call: SearchCall, has_ended: Callable[[], Tensor] | None = None
+    decoder: PackedDecoder, call: SearchCall, has_ended: Callable[[], Tensor | None] | None = None
 ) -> MemoryRows:
     prompts = call.input_ids.tolist()
     if call.padding is not None:
