@@ -47,8 +47,9 @@ class CausalBatch:
     """Sequences that come and go between steps: a step takes their tokens, and gives logits.
 
     Prompts are read in parts beside the tokens of the sequences that are being written: a long one
-    does not hold them up. A sequence's logits are the same bits whatever else is in the batch, and
-    in whatever parts its prompt is read. Any thread may call: calls are made one after the other.
+    does not hold them up. Common prefixes of prompts are read once. A sequence's logits are the
+    same bits whatever else is in the batch, and in whatever parts its prompt is read. Any thread
+    may call: calls are made one after the other.
 
     Parameters
     ----------
