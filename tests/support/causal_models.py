@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.support.releases import needs_type
+from tests.support.releases import needs_rope_type, needs_type
 
 VOCAB, PAD, BOS, EOS = 101, 0, 1, 2
 WINDOW = 7
@@ -309,6 +309,7 @@ CASES = [(kind, variant) for kind, variants in VARIANTS.items() for variant in v
 
 def _config(architecture: str, arguments: dict[str, Any]) -> Any:
     needs_type(architecture)
+    needs_rope_type(arguments.get("rope_parameters", {}).get("rope_type", "default"))
     if architecture == "gpt2":
         return transformers.GPT2Config(**{**_GPT2, **arguments})
     arguments = {**SIZES, **arguments}

@@ -7,6 +7,7 @@ the torch and the transformers that are installed.
 from __future__ import annotations
 
 import datetime
+import importlib
 import re
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from packaging import version
 from transformers import CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 #: With transformers 5.3 the interface of caches and of prepare_inputs_for_generation has changed.
 BEFORE_5_3 = version.parse(metadata.version("transformers")) < version.parse("5.3")
@@ -30,9 +32,23 @@ def queries(count: int) -> int | torch.Tensor:
 
 
 def needs_type(model_type: str) -> None:
-    """Skip the test that calls this where transformers has no such models yet."""
+    """Skip the test that calls this where transformers has no such models that lmdecode takes."""
+    release = f"transformers {metadata.version('transformers')}"
     if model_type not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {metadata.version('transformers')} has no {model_type}")
+        pytest.skip(f"{release} has no {model_type}")
+    if model_type.startswith("granitemoe"):
+        modeling = importlib.import_module(
+            f"transformers.models.{model_type}.modeling_{model_type}"
+        )
+        if any("ParallelExperts" in name for name in vars(modeling)):
+            pytest.skip(f"{release} has {model_type} with another layout of experts")
+
+
+def needs_rope_type(rope_type: str) -> None:
+    """Skip the test that calls this where transformers has no such rotary embeddings yet."""
+    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+        release = f"transformers {metadata.version('transformers')}"
+        pytest.skip(f"{release} has no rope_type {rope_type!r}")
 
 
 HEAD = """# Releases

@@ -33,6 +33,9 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
 from lmdecode.integrations.transformers.decoding.causal_models.architectures import (
     CAUSAL_MODEL_TYPES,
 )
+from lmdecode.integrations.transformers.decoding.causal_models.earlier_releases import (
+    complete_modules,
+)
 from lmdecode.integrations.transformers.decoding.causal_models.weight_scaling import (
     chunks,
     expert_parts,
@@ -311,6 +314,7 @@ def causal_model_of(
             f"model is a {type(model).__name__}, which has no logits; "
             "expected a causal language model"
         )
+    complete_modules(model)
     with torch.no_grad():
         return _Reader(model, head, CAUSAL_MODEL_TYPES[kind], read).read()
 
