@@ -20,6 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 #: With transformers 5.3 the interface of caches and of prepare_inputs_for_generation has changed.
 BEFORE_5_3 = version.parse(metadata.version("transformers")) < version.parse("5.3")
+#: With transformers 5.23 the continuous batching that lmdecode takes has come.
+BEFORE_5_23 = version.parse(metadata.version("transformers")) < version.parse("5.23")
 #: Of tests whose caches let go of rejected drafts.
 READS_DRAFTS = pytest.mark.skipif(BEFORE_5_3, reason="transformers 5.0 to 5.2 cannot read drafts")
 #: The method of a cache's layers that returns the most tokens.

@@ -27,6 +27,7 @@ from window_models import (
 
 from lmdecode.integrations.transformers import DynamicRingCache, StaticRingCache, attention
 from lmdecode.integrations.transformers.caches.ring_states import RingStates
+from tests.support.releases import BEFORE_5_3, READS_DRAFTS
 
 # --- generate()
 
@@ -70,6 +71,7 @@ def test_a_prompt_without_padding(build: Callable[[str, str], Any], name: str) -
         assert torch.equal(got, want), cache
 
 
+@READS_DRAFTS
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
 @pytest.mark.parametrize("candidates", [3, 90])
 def test_speculation_rolls_the_ring_back(
@@ -255,6 +257,8 @@ def test_no_mask_of_the_size_of_the_sequence_is_built(
     monkeypatch.setattr(attention, "sdpa_mask", refuse)
     for name in MODELS:
         for cache in CACHES:
+            if BEFORE_5_3 and cache == "static":
+                continue  # transformers asks for whole masks there
             seen.clear()
             generate(build(name, "lmdecode"), cache, 10)
             assert seen and all(mask is None or mask.dim() == 2 for mask in seen)
@@ -302,6 +306,9 @@ def test_overlays_are_kept() -> None:
     for options in ({"allow_is_causal_skip": False}, {"q_length": 1, "use_vmap": True}):
         given = {**common, "allow_is_causal_skip": False, **options}
         mask = attention.padding_mask(mask_function=overlay, attention_mask=None, **given)
+        if BEFORE_5_3:
+            positions = torch.arange(given.pop("q_length")) + given.pop("q_offset")
+            given["cache_position"] = positions
         assert torch.equal(mask, sdpa_mask(mask_function=overlay, **given))
     assert attention.padding_mask(mask_function=causal_mask_function, **common) is None
 
@@ -364,7 +371,8 @@ def test_all_that_layers_of_transformers_pass_is_known() -> None:
                 if node.func.id == "attention_interface":
                     passed |= {keyword.arg for keyword in node.keywords}
     taken = inspect.signature(attention.attention_forward).parameters.keys() - {"kwargs"}
-    assert {"scaling", "sliding_window", "softcap", "s_aux", "indices"} <= passed
+    assert {"scaling", "sliding_window", "softcap", "s_aux"} <= passed
+    assert BEFORE_5_3 or "indices" in passed
     assert passed - {None} <= taken | WITHOUT_EFFECT | set(attention._UNSUPPORTED)
 
 

@@ -20,7 +20,7 @@ from cache_cases import (
     tensors_of,
 )
 from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from lmdecode.integrations.transformers import (
     BeamDynamicCache,
@@ -117,7 +117,10 @@ def test_layers_that_are_not_known_reorder_themselves(calls) -> None:
 
 
 def test_indexed_layers_reorder_their_indexer_too() -> None:
-    cache = Cache(layers=[DynamicIndexedLayer(), DynamicLayer()])
+    indexed = getattr(transformers.cache_utils, "DynamicIndexedLayer", None)
+    if indexed is None:
+        pytest.skip("this transformers has no layers with an indexer")
+    cache = Cache(layers=[indexed(), DynamicLayer()])
     run(cache)
     cache.update_indexer(states(4, 5)[:, 0], 0)
     beam_cache(cache)

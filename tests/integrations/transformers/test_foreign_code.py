@@ -15,7 +15,6 @@ from test_pack_linears import llama, t5
 from torch import nn
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
-from transformers.utils.output_capturing import install_all_output_capturing_hooks
 
 import lmdecode
 from lmdecode.integrations.transformers import PackedLinearModule, pack_linears_
@@ -196,8 +195,13 @@ def compiled(model: nn.Module) -> None:
     model.compile()
 
 
+def with_recorded_outputs(model: nn.Module) -> None:
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    capturing.install_all_output_capturing_hooks(model)
+
+
 TAKEN: dict[str, Callable[[nn.Module], Any]] = {
-    "hooks that record outputs": install_all_output_capturing_hooks,
+    "hooks that record outputs": with_recorded_outputs,
     "gradients of embeddings": lambda model: model.enable_input_require_grads(),
     "a class with more methods": of_class(SameLlama),
     "compiled": compiled,
