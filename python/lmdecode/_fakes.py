@@ -251,7 +251,7 @@ def _packed_bytes(out_features, in_features, format):
     unit, unit_bytes = _STEPS[format] if format in _STEPS else (4, _BYTES_OF_FOUR[format])
     outputs = out_features + (-out_features % 64)
     size = 64 + outputs * ((in_features + unit - 1) // unit) * unit_bytes
-    return size + 8 * outputs * (format in _INT8_ROWS)
+    return size + (8 * outputs if format in _INT8_ROWS else 0)
 
 
 def _gguf_features(blocks, type):
