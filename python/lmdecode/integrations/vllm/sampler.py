@@ -95,8 +95,8 @@ def draw(
 def register() -> None:
     """Let vLLM draw its tokens by lmdecode's op, on CPUs. vLLM calls it.
 
-    ``LMDECODE_VLLM_SAMPLER=0`` in the environment leaves vLLM as it is, and so does a vLLM whose
-    sampler has another form, with a ``RuntimeWarning``. Done again it does nothing.
+    ``LMDECODE_VLLM_SAMPLER=0`` in the environment leaves vLLM as it is, and so do a vLLM whose
+    sampler has another form and torch 2.11, with a ``RuntimeWarning``. Done again it does nothing.
 
     Raises
     ------
@@ -115,6 +115,16 @@ def register() -> None:
         warnings.warn(
             f"lmdecode does not know the sampler of this vLLM ({_MODULE}), and leaves it as it is; "
             f"{SWITCH}=0 in the environment ends this warning",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+
+    if not torch.Generator.__weakrefoffset__:
+        warnings.warn(
+            "lmdecode's sampler needs generators that can be referenced weakly, as torch 2.13 has "
+            f"them, and leaves vLLM as it is with torch {torch.__version__}; {SWITCH}=0 in the "
+            "environment ends this warning",
             RuntimeWarning,
             stacklevel=2,
         )
