@@ -19,7 +19,7 @@ def _gpt2_scaling(attention: Any) -> float:
 
 
 def _gemma_scale(embedding: Any) -> torch.Tensor:
-    return torch.tensor(embedding.embedding_dim**0.5, device="cpu")
+    return torch.tensor(embedding.embedding_dim**0.5, dtype=torch.float64, device="cpu")
 
 
 # Type of model to the attribute that its modules lack, another one that tells these modules from
