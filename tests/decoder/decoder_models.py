@@ -71,7 +71,10 @@ def _t5_sizes(gated: bool) -> dict[str, Any]:
 
 
 def _t5(gated: bool, **more: Any) -> Any:
-    return T5ForConditionalGeneration(T5Config(**_t5_sizes(gated), **more))
+    config = T5Config(**_t5_sizes(gated), **more)
+    # transformers 5.0 passes over this sign of T5 1.1.
+    config.scale_decoder_outputs = more.get("tie_word_embeddings", True)
+    return T5ForConditionalGeneration(config)
 
 
 def _whisper(**more: Any) -> Any:

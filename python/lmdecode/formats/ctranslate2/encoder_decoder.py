@@ -332,5 +332,7 @@ def t5_of(names: Names) -> dict[str, Any]:
         "tie_word_embeddings": is_output_scaled,  # T5's sign that outputs are scaled
         "layer_norm_epsilon": 1e-6,
     }
+    if kind == "t5":  # whose config passes over its sign in transformers 5.0
+        config["scale_decoder_outputs"] = is_output_scaled
     names.check_all_read(*NO_MATTER)
     return config

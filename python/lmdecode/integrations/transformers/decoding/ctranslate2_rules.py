@@ -51,6 +51,9 @@ def with_defaults(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     for name, default in model.config.ctranslate2["defaults"].items():
         if value(name) is None and value(name.replace("_length", "_new_tokens")) is None:
             filled[name] = default
+    if value("max_new_tokens") is None and value("max_length") is not None:
+        # transformers before 5.3 adds the prompt's length to one of the model's generation config.
+        filled["max_length"] = value("max_length")
     if (value("num_beams") or 1) > 1 and value("early_stopping") is None:
         # Without a penalty it goes on until its best beam has ended.
         filled["early_stopping"] = value("length_penalty") != 0
