@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from lmdecode.integrations.transformers.caches.beam_caches import (
     BeamDynamicCache,
@@ -250,12 +251,12 @@ def load_cache(store: KVStore, hit: Hit, cache: Any, *, device: torch.device | s
     try:
         loaded = _read(store, hit, states)
     except BaseException:
-        part.reset()
+        clear(part)
         raise
     if loaded:
         _fill(part, states, hit.num_tokens)
     else:
-        part.reset()
+        clear(part)
     return loaded
 
 
@@ -264,6 +265,19 @@ def empty_cache_for(config: Any, capacity: int) -> Any:
     if config.is_encoder_decoder:
         return BeamEncoderDecoderCache.from_config(config, capacity=capacity)
     return BeamDynamicCache(config=config, capacity=capacity)
+
+
+def clear(cache: Any) -> None:
+    """Let a cache forget everything."""
+    cache.reset()
+    halves: list[Any] = [cache]
+    if isinstance(cache, EncoderDecoderCache):
+        halves = [cache.self_attention_cache, cache.cross_attention_cache]
+    for layer in (layer for half in halves for layer in half.layers):
+        # Before transformers 5.18 a dynamic layer becomes one of zeros, as long as before.
+        if isinstance(layer, DynamicLayer) and type(layer).reset is CacheLayerMixin.reset:
+            layer.keys = layer.values = None
+            layer.is_initialized = False
 
 
 def is_empty(cache: Any) -> bool:

@@ -13,6 +13,7 @@ from lmdecode.integrations.transformers.caches.kv_layers import check_layers
 from lmdecode.integrations.transformers.generate_call import CACHE, given_cache
 from lmdecode.integrations.transformers.store.cache import (
     cache_to_kv,
+    clear,
     empty_cache_for,
     is_empty,
     load_cache,
@@ -144,7 +145,7 @@ def _ready_cache(
         if cache is None:
             cache = empty_cache_for(model.config, request.capacity)
         elif not is_empty(cache):
-            cache.reset()
+            clear(cache)
         check_layers(self_attention(cache), "generate_with_store")
         conversation.load(lambda hit: load_cache(store, hit, cache, device=model.device), if_faster)
     return cache
