@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -226,11 +227,21 @@ class _FolderQuantizer(LmdecodeQuantizer):
                 module.bias = nn.Parameter(
                     torch.empty(size, dtype=module.weight.dtype, device="cpu")
                 )
+        self.made = dict(model.named_parameters())
         return model
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **others: Any
     ) -> PreTrainedModel:
+        if transformers.__version__.startswith("5.0."):
+            # It loads tensors of another shape, and in their own dtype if their names differ.
+            for key, tensor in model.named_parameters():
+                made = self.made.get(key, tensor)
+                if tensor.shape != made.shape:
+                    shape, expected = list(tensor.shape), list(made.shape)
+                    raise ValueError(f"{_OP}: {key} has shape {shape}; expected {expected}")
+                tensor.data = tensor.data.to(made.dtype)
+        del self.made
         for name, module in list(model.named_modules()):
             tensors = module.__dict__.pop(_READ, None)
             if tensors is not None:
