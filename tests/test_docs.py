@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.releases import BEFORE_5_3, BEFORE_5_23
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     page for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md") for page in ROOT.glob(pattern)
@@ -85,6 +87,10 @@ def missing(code: str) -> str | None:
     for path in re.findall(r"\"(examples/[\w/.]+)\"", code):
         if not (ROOT / path).exists():
             return path
+    if BEFORE_5_3 and "prompt_lookup_num_tokens" in code and "custom_generate" in code:
+        return "transformers 5.3"
+    if BEFORE_5_23 and re.search(r"import (generate_batch|BatchingManager)$", code, re.MULTILINE):
+        return "transformers 5.23"
     for module in re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE):
         try:
             __import__(module)

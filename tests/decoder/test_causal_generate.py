@@ -26,6 +26,7 @@ import lmdecode
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.integrations.transformers import beam_search, sample
 from tests.support.causal_models import CASES, EOS, PAD, VOCAB, random_model, random_tokens
+from tests.support.releases import needs_rows_apart
 from tests.support.word_tokenizer import word_tokenizer
 
 cases = pytest.mark.parametrize(("architecture", "variant"), CASES)
@@ -53,7 +54,8 @@ def ragged(first_seed: int = 0, rows: int = 4) -> dict[str, Tensor]:
 # 1.3 times the tolerance away from float64; behind these 0.4 times.
 GREEDY_SEEDS = {("granite", "plain"): 1, ("qwen3_5_moe_text", "plain"): 1}
 # After ragged(1) transformers' own beams change in 7 of 40 orders of the hidden elements.
-BEAM_SEEDS = {("qwen3", "plain"): 4}  # in 0 of 40
+# transformers 5.0 draws other weights of gpt2, whose beams after ragged(1) are as close.
+BEAM_SEEDS = {("qwen3", "plain"): 4, ("gpt2", "plain"): 4}  # in 0 of 40
 
 
 def check_same(got: Any, expected: Any) -> None:
@@ -77,6 +79,7 @@ def check_same(got: Any, expected: Any) -> None:
 
 
 def check(case: tuple[str, str], inputs: Any = None, **arguments: Any) -> Any:
+    needs_rows_apart(*case)
     inputs = ragged() if inputs is None else inputs
     arguments = {"do_sample": False, "max_new_tokens": 14} | arguments
     expected = random_model(*case).generate(**inputs, **arguments)

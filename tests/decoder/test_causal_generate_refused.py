@@ -13,6 +13,7 @@ from lmdecode.integrations.transformers.generate_call import CACHE
 from tests.decoder.decoder_models import make_model
 from tests.support.causal_models import PAD, random_model, random_tokens
 from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
+from tests.support.releases import BEFORE_5_2
 
 CASE = ("gemma3_text", "plain")
 IDS = random_tokens(9)[None]
@@ -58,7 +59,10 @@ def decoding_of(architecture: str, variant: str) -> lmdecode.Decoding:
             {"attention_mask": torch.tensor([[0, 1, 0] + [1] * 6])},
         ),
         ("^attention_mask: expected shape", {"attention_mask": torch.tensor([[0] + [1] * 7])}),
-        ("^position_ids: expected None, or", {"attention_mask": torch.ones(1, 8).long()}),
+        (  # transformers 5.2 makes positions of the mask
+            "^attention_mask: expected shape" if BEFORE_5_2 else "^position_ids: expected None, or",
+            {"attention_mask": torch.ones(1, 8).long()},
+        ),
         (
             r"^position_ids: expected None, .*, got \[1, 2, 3, 4, 5, 6, 7, 8\] and more in row 0",
             {"position_ids": torch.arange(9)[None] + 1},
@@ -144,6 +148,9 @@ def test_too_long_for_the_positions_of_a_model(num_beams: int) -> None:
     assert decoding.generate(ids, max_new_tokens=7, **options).shape == (1, 257)
 
 
+@pytest.mark.skipif(
+    BEFORE_5_2, reason="GPT-2 of transformers before 5.2 counts padding as positions"
+)
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_padding_does_not_count_as_positions(num_beams: int) -> None:
     ids = torch.cat((torch.full((1, 100), PAD), random_tokens(200)[None]), dim=1)

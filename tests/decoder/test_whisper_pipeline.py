@@ -11,6 +11,7 @@ from transformers import pipeline
 import lmdecode
 from tests.decoder.whisper_models import audio, extractor, make_whisper
 from tests.decoder.whisper_tokenizer import whisper_tokenizer
+from tests.support.releases import BEFORE_5_1
 
 CHUNKS = {"chunk_length_s": 2, "stride_length_s": 0.4}
 CALLS: list[dict[str, Any]] = [
@@ -37,6 +38,11 @@ CALLS: list[dict[str, Any]] = [
 ]
 
 
+PIPELINE = pytest.mark.skipif(
+    BEFORE_5_1, reason="the pipeline of transformers 5.0 fails on recordings without chunk_length_s"
+)
+
+
 @functools.cache
 def pipes() -> tuple[Any, Any]:
     """Return the pipelines of a model, and of one whose generate() is Decoding's."""
@@ -48,13 +54,20 @@ def pipes() -> tuple[Any, Any]:
             model=each,
             tokenizer=whisper_tokenizer(),
             feature_extractor=extractor(),
+            max_new_tokens=24,  # as the model says, whose config transformers 5.0 passes over
         )
         for each in (model, plain)
     )
     return ours, theirs
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda c: "+".join(c))
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(call, marks=() if "chunk_length_s" in call else PIPELINE, id="+".join(call))
+        for call in CALLS
+    ],
+)
 def test_the_text_is_that_of_the_model(call: dict[str, Any]) -> None:
     ours, theirs = pipes()
     sounds = [audio(5.1, 1), audio(1.4, 2), audio(3.3, 3)]
@@ -66,6 +79,7 @@ def test_the_text_is_that_of_the_model(call: dict[str, Any]) -> None:
         assert all(text["chunks"] for text in got)
 
 
+@PIPELINE
 def test_several_at_once() -> None:
     ours, theirs = pipes()
     sounds = [audio(1.9, 4), audio(1.2, 5), audio(0.7, 6)]

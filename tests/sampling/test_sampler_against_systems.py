@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
+from tests.support.releases import BEFORE_5_18
 from tests.support.sampler_float64 import Array, Rows
 from tests.support.sampler_parameters import make_parameters
 from tests.support.sampler_rows import (
@@ -118,12 +119,16 @@ def test_transformers_edits(sampler: SamplerUnderTest) -> None:
         end = random.choice(vocab, 2, replace=False).tolist()
         word = text[-int(random.integers(1, 4)) :]
         arguments: dict[str, Any] = {}
+        if BEFORE_5_18 and len(word) == len(text):
+            continue  # transformers passes over words of one token more than the text
         if case % 2:
             # At most two of them hit one token: a sum of three depends on their order.
             arguments["sequence_bias"] = {(3,): 1.5, (5,): -0.25, (*word, 5): 0.3, (9, 9, 4): -2.0}
             arguments["sequence_bias"][(*text[-1:], 7)] = float("-inf")
         if case % 3 == 0:
-            arguments["bad_words_ids"] = [[8], [end[0]], [*word, 2], [1, 2, 3], [*text, 1]]
+            arguments["bad_words_ids"] = [[8], [end[0]], [*word, 2], [1, 2, 3]]
+            if not BEFORE_5_18:
+                arguments["bad_words_ids"].append([*text, 1])
         if case % 5 < 3:
             arguments["repetition_penalty"] = float(random.choice([1.3, 0.7]))
         if case % 7 < 4:

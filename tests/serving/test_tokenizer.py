@@ -14,6 +14,7 @@ import pytest
 import lmdecode
 from lmdecode.serving import Tokenizer
 from tests.serving.tokenizer_kinds import KJV, tokenizer_of
+from tests.support.releases import BEFORE_5_7
 
 transformers = pytest.importorskip("transformers")
 TEXTS = ["In the beginning", "  two  spaces\n", "\u4e2d\u6587 \U0001f600", "", "<s> a </s>b",
@@ -44,13 +45,15 @@ def test_tokens_and_texts_are_those_of_transformers(kind: str, clean: bool, tmp_
     assert ours.bos_token_id == theirs.bos_token_id
     assert ours.eos_token_ids == (theirs.eos_token_id,)
     assert ours.special_tokens == theirs.special_tokens_map
+    is_bpe = type(theirs.backend_tokenizer.model).__name__ == "BPE"
+    options = {"clean_up_tokenization_spaces": False} if BEFORE_5_7 and is_bpe else {}
     for text in TEXTS:
         for adds in (False, True):
             ids = ours.encode(text, add_special_tokens=adds)
             assert ids == theirs(text, add_special_tokens=adds).input_ids
         for skips in (False, True):
             assert ours.decode(ids, skip_special_tokens=skips) == theirs.decode(
-                ids, skip_special_tokens=skips
+                ids, skip_special_tokens=skips, **options
             )
 
 

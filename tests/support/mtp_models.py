@@ -63,7 +63,8 @@ class MtpModel(NamedTuple):
             norm.weight.copy_(weight)
             rows.append(norm(given))
         x = F.linear(torch.cat(rows, dim=-1), self.fc)
-        of_layer = self.layer.model(inputs_embeds=x[None]).last_hidden_state[0]
+        # Of one layer with attention, qwen3_next has no cache before transformers 5.5.
+        of_layer = self.layer.model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
         return self.model.get_output_embeddings()(of_layer), of_layer
 
 

@@ -18,12 +18,47 @@ from packaging import version
 from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+_TRANSFORMERS = version.parse(metadata.version("transformers"))
+#: With transformers 5.1 tensors of another shape are left out of quantised models too, and
+#: Whisper's pipeline takes short recordings.
+BEFORE_5_1 = _TRANSFORMERS < version.parse("5.1")
+#: With transformers 5.2 generate() has positions of its own, and GPT-2 attends to any length.
+BEFORE_5_2 = _TRANSFORMERS < version.parse("5.2")
 #: With transformers 5.3 the interface of caches and of prepare_inputs_for_generation has changed.
-BEFORE_5_3 = version.parse(metadata.version("transformers")) < version.parse("5.3")
-#: With transformers 5.23 the continuous batching that lmdecode takes has come.
-BEFORE_5_23 = version.parse(metadata.version("transformers")) < version.parse("5.23")
+BEFORE_5_3 = _TRANSFORMERS < version.parse("5.3")
+#: With transformers 5.4 static layers count their tokens.
+BEFORE_5_4 = _TRANSFORMERS < version.parse("5.4")
+#: With transformers 5.5 layers of a cache have states of convolutions, and the gated norm of
+#: Falcon-H1 keeps rows apart.
+BEFORE_5_5 = _TRANSFORMERS < version.parse("5.5")
+#: With transformers 5.7 byte-pair tokenizers keep the spaces before punctuation.
+BEFORE_5_7 = _TRANSFORMERS < version.parse("5.7")
+#: With transformers 5.14 generate() takes ``assistant_ensemble_weight``.
+BEFORE_5_14 = _TRANSFORMERS < version.parse("5.14")
+#: With transformers 5.15 Jamba reads a weight of Mamba without kernels of CUDA too.
+BEFORE_5_15 = _TRANSFORMERS < version.parse("5.15")
+#: With transformers 5.18 banned words of one token more than the text count, and a dynamic cache
+#: that is reset is empty; before, it keeps zeros.
+BEFORE_5_18 = _TRANSFORMERS < version.parse("5.18")
+#: With transformers 5.23 the continuous batching that lmdecode takes has come, chat templates see
+#: plain values, and penalties pass over the padding of prompts; with 5.21 quantised caches in fp8.
+BEFORE_5_23 = _TRANSFORMERS < version.parse("5.23")
+#: Of tests whose oracle is ``apply_chat_template``.
+PLAIN_MESSAGES = pytest.mark.skipif(
+    BEFORE_5_23,
+    reason="chat templates of transformers before 5.23 see messages as they are given, thoughts "
+    "under one name alone, and another end of a message that goes on",
+)
+#: Of tests whose penalties ignore other numbers of tokens in each row.
+IGNORES_PADDING = pytest.mark.skipif(
+    BEFORE_5_23, reason="penalties of transformers before 5.23 ignore one number of tokens"
+)
 #: Of tests whose caches let go of rejected drafts.
 READS_DRAFTS = pytest.mark.skipif(BEFORE_5_3, reason="transformers 5.0 to 5.2 cannot read drafts")
+#: Of tests whose prompts are read in parts.
+IN_PARTS = pytest.mark.skipif(
+    BEFORE_5_3, reason="transformers before 5.3 has no cache, or a wrong mask, for prompts in parts"
+)
 #: The method of a cache's layers that returns the most tokens.
 MAX_LENGTH = "get_max_cache_shape" if BEFORE_5_3 else "get_max_length"
 
@@ -44,6 +79,12 @@ def needs_type(model_type: str) -> None:
         )
         if any("ParallelExperts" in name for name in vars(modeling)):
             pytest.skip(f"{release} has {model_type} with another layout of experts")
+
+
+def needs_rows_apart(model_type: str, variant: str) -> None:
+    """Skip the test that calls this where the model of transformers mixes the rows of a batch."""
+    if BEFORE_5_5 and model_type == "falcon_h1" and variant.startswith("norm"):
+        pytest.skip("the gated norm of Falcon-H1 before transformers 5.5 mixes rows up")
 
 
 def needs_rope_type(rope_type: str) -> None:

@@ -14,7 +14,7 @@ from cache_cases import states
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lmdecode.integrations.transformers.caches.beam_caches import BeamLayer, BeamSlidingWindowLayer
-from tests.support.releases import READS_DRAFTS, queries
+from tests.support.releases import BEFORE_5_18, READS_DRAFTS, queries
 
 
 def equal_layers(ours: Any, theirs: Any) -> bool:
@@ -57,7 +57,11 @@ def one_change(choice: random.Random, rows: int, layers: list[Any], crops: bool)
             layer.batch_select_indices(kept)
     elif kind == "reset" and choice.random() < 0.3:
         for layer in layers:
-            layer.reset()
+            if BEFORE_5_18 and not isinstance(layer, (BeamLayer, BeamSlidingWindowLayer)):
+                window = getattr(layer, "sliding_window", None)
+                layer.__init__(*([window] if window else []))
+            else:
+                layer.reset()
     return rows
 
 

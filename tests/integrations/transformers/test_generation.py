@@ -19,10 +19,9 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from lmdecode.integrations.transformers import beam_search, sample
 from lmdecode.integrations.transformers.generate_call import CACHE
-from tests.support.releases import BEFORE_5_3
+from tests.support.releases import BEFORE_5_3, IN_PARTS
 from tests.support.word_tokenizer import word_tokenizer
 
-IN_PARTS = pytest.mark.skipif(BEFORE_5_3, reason="transformers has no cache for a prompt in parts")
 PAD, EOS, VOCAB = 0, 2, 61
 STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
 EVERYTHING = {

@@ -24,6 +24,7 @@ from lmdecode.integrations.transformers import sample
 from lmdecode.integrations.transformers.sampling import loop
 from lmdecode.integrations.transformers.sampling.fusion import fuse_sampling
 from lmdecode.integrations.transformers.sampling.sampler_arguments import CallRows
+from tests.support.releases import IGNORES_PADDING
 
 assert_identical = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
@@ -313,6 +314,7 @@ def test_greedy_search_gives_no_filter_to_the_sampler():
     assert fusion.sampler.processors == [T]
 
 
+@IGNORES_PADDING
 def test_padding_that_counts_as_text_is_left_to_the_processors():
     padded = CallRows(9, 50, torch.tensor([0, 2]))
     assert fuse_sampling(LogitsProcessorList([N]), True, padded).sampler is None

@@ -18,6 +18,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from lmdecode.integrations.transformers import PackedLinearModule, load_quantized, pack_linears_
 from lmdecode.integrations.transformers.linear.packing import is_linear
 from lmdecode.integrations.transformers.quantized_folder import _QuantizedConfig
+from tests.support.releases import BEFORE_5_1
 
 AWQ: dict[str, Any] = {
     "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
@@ -356,6 +357,7 @@ def test_damaged_layers(
     _refused(settings, edit, message, tmp_path)
 
 
+@pytest.mark.skipif(BEFORE_5_1, reason="transformers 5.0 makes no tensors of quantised models anew")
 def test_sizes_that_may_differ(tmp_path: Path) -> None:
     """transformers' option: what has another shape is made anew."""
     write(tmp_path, AWQ, llama())

@@ -14,6 +14,7 @@ from torch import nn
 from lmdecode import PackedLinear
 from lmdecode.integrations.transformers import LmdecodeConfig, PackedLinearModule, pack_linears_
 from lmdecode.integrations.transformers.linear import packing
+from tests.support.releases import BEFORE_5_15, BEFORE_5_23
 
 # Types of which no tiny model is built here, and why.
 NOT_BUILT = {
@@ -35,7 +36,8 @@ NOT_BUILT = {
 # Of those that read weights what stays as it is, by the ends of names.
 READ = {
     "falcon_mamba": {"mixer.dt_proj"},
-    "jamba": {"mamba.dt_proj"},
+    # Before transformers 5.15 kernels alone read weights of Mamba.
+    "jamba": set() if BEFORE_5_15 else {"mamba.dt_proj"},
     "longcat_flash": {"router.classifier"},
     "mamba": {"mixer.dt_proj"},
     "reformer": {"self_attention.query_key", "self_attention.value"},
@@ -53,7 +55,8 @@ def unpacked(model: nn.Module) -> set[str]:
 
 
 def test_most_types_are_built() -> None:
-    assert len(BUILT) > 190 and NOT_BUILT.keys() <= set(packable_models.TYPES)
+    assert len(BUILT) > (150 if BEFORE_5_23 else 190)  # earlier releases have fewer types
+    assert BEFORE_5_23 or NOT_BUILT.keys() <= set(packable_models.TYPES)
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -24,12 +24,14 @@ from lmdecode.integrations.transformers import (
     beam_search,
     sample,
 )
+from tests.support.releases import IN_PARTS
 
 WINDOWED = ("Qwen3", "Mistral", "Gemma2", "Gemma3", "GptOss")
 RINGS = ("dynamic ring", "static ring")
 Build = Callable[[str, str], Any]
 
 
+@IN_PARTS
 @pytest.mark.parametrize("cache", [c for c in CACHES if c != "none"])
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3", "GptOss"])
 def test_prefill_in_chunks(build: Build, name: str, cache: str) -> None:
