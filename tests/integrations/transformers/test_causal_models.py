@@ -24,6 +24,7 @@ from lmdecode.integrations.transformers.decoding.causal_models import (
 from lmdecode.reference.causal import CausalCache, causal_logits
 from tests.support.causal_models import (
     CASES,
+    SIZES,
     VARIANTS,
     VOCAB,
     WINDOW,
@@ -32,6 +33,7 @@ from tests.support.causal_models import (
     random_model,
     random_tokens,
 )
+from tests.support.releases import BEFORE_5_13
 
 LENGTH = 5 * WINDOW + 3
 POINTER = r"; for other models there is lmdecode\.integrations\.transformers\.pack_linears_$"
@@ -278,6 +280,14 @@ def _refused(model: Any, match: str) -> None:
         ValueError, match=r"^Decoding\.from_pretrained: .*" + match + ".*" + POINTER
     ):
         causal_model_of(model)
+
+
+@pytest.mark.skipif(not BEFORE_5_13, reason="later releases have the layout of other experts")
+@pytest.mark.parametrize("kind", ["granitemoe", "granitemoeshared"])
+def test_experts_in_another_layout(kind: str) -> None:
+    arguments = next(iter(VARIANTS[kind].values()))
+    config = transformers.CONFIG_MAPPING[kind](**{**SIZES, **arguments})
+    _refused(transformers.AutoModelForCausalLM.from_config(config), "its experts in another layout")
 
 
 def test_models_of_other_types() -> None:
