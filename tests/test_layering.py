@@ -152,7 +152,7 @@ def is_in(module: str, *packages: str) -> bool:
 
 # Each area of the package and the areas that it may import. An area is a file or a folder of the
 # package, or a folder within one that stands above the rest of it.
-OPS = {"_ops", "_checks", "_memory", "_upload"}
+OPS = {"_ops", "_checks", "_memory", "_upload", "generation_options"}
 AREAS = {"sampling", "beam", "kv_cache", "attention", "linear"}
 CORE = {*OPS, *AREAS, "beam/engine", "beam/scorers", "decoder"}
 PYTHON_ALLOWED: dict[str, set[str]] = {
@@ -161,6 +161,7 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     "_memory": set(),
     "_upload": set(),
     "_tables": set(),
+    "generation_options": set(),
     "_ops": {"_checks", "_fakes"},
     "system": OPS,
     "sampling": OPS,

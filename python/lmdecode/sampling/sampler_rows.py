@@ -24,6 +24,7 @@ from lmdecode._checks import (
     type_error,
     unknown_parameter,
 )
+from lmdecode.generation_options import NEUTRAL, OPTIONS, option_names
 from lmdecode.sampling.ops import row_seed
 
 __all__ = [
@@ -58,57 +59,21 @@ STAGES = (
 """The columns of ``SamplerOutput.stage_counts``."""
 
 _INF = math.inf
-# Name: the value that is off, the least and the largest number. In the order of SamplerIntegers
-# and SamplerNumbers of csrc/sampling/sampler_state.h, without order, seed, keeps_text.
-_INTEGERS: dict[str, tuple[int, int, int]] = {
-    "top_k": (0, ~MAX_INT, MAX_INT),
-    "no_repeat_ngram_size": (0, 0, MAX_INT),
-    "dry_allowed_length": (2, 0, MAX_INT),
-    "min_tokens": (0, 0, MAX_INT),
+# The least and the largest number, None where any finite one is allowed. In the order of
+# SamplerIntegers and SamplerNumbers, without order, seed, keeps_text.
+_LIMITS: dict[str, tuple[Any, Any]] = {
+    each.name: each.sampler for each in OPTIONS if isinstance(each.sampler, tuple)
 }
+_INTEGERS = tuple(name for name in _LIMITS if isinstance(NEUTRAL[name], int))
+_NUMBERS = tuple(name for name in _LIMITS if name not in _INTEGERS)
 # Places among the 64-bit numbers of SamplerRow (csrc/sampling/sampler_state.h).
 ACTIVE, LENGTH, OUTPUT_LENGTH, _LEARNED, _FIRST_INTEGER = 3, 6, 7, 10, 11
 SEED = _FIRST_INTEGER + 1
 KEEPS_TEXT = _FIRST_INTEGER + 2 + len(_INTEGERS)
 
-_NUMBERS: dict[str, tuple[float, float, float]] = {
-    "temperature": (1.0, 0.0, _INF),
-    "top_p": (1.0, -_INF, 1.0),
-    "min_p": (0.0, -_INF, _INF),
-    "typical_p": (1.0, 0.0, 1.0),
-    "epsilon_cutoff": (0.0, 0.0, 1.0),
-    "eta_cutoff": (0.0, 0.0, 1.0),
-    "top_n_sigma": (0.0, -_INF, _INF),
-    "top_h": (0.0, 0.0, 1.0),
-    "xtc_probability": (0.0, 0.0, 1.0),
-    "xtc_threshold": (0.1, 0.0, 1.0),
-    "repetition_penalty": (1.0, 0.0, _INF),
-    "presence_penalty": (0.0, -_INF, _INF),
-    "frequency_penalty": (0.0, -_INF, _INF),
-    "dry_multiplier": (0.0, 0.0, _INF),
-    "dry_base": (1.75, 0.0, _INF),
-    "mirostat_tau": (0.0, 0.0, _INF),
-    "mirostat_eta": (0.1, -_INF, _INF),
-    "dynamic_temperature_range": (0.0, 0.0, _INF),
-    "dynamic_temperature_exponent": (1.0, -_INF, _INF),
-    "adaptive_target": (-1.0, -_INF, 1.0),
-    "adaptive_decay": (0.9, 0.0, 0.99),
-}
-# Infinite values are allowed there.
-_MAY_BE_INFINITE = ("top_p", "min_p", "temperature", "top_n_sigma")
-_TOKEN_RULES = (
-    "logit_bias", "bad_words_ids", "suppress_tokens", "eos_token_id", "forced_tokens",
-    "dry_breakers",
-)  # fmt: skip
+_TOKEN_RULES = option_names(sampler="tokens")
 SAMPLER_PARAMETERS: tuple[str, ...] = ("seed", *_INTEGERS, *_NUMBERS, *_TOKEN_RULES)
 """The names of all parameters of a row."""
-
-# What llama.cpp leaves out where there is mirostat.
-_NOT_WITH_MIROSTAT = (
-    "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability",
-    "dynamic_temperature_range", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "dry_multiplier",
-)  # fmt: skip
 
 
 def _f32(value: float) -> float:
@@ -122,15 +87,17 @@ def _f32(value: float) -> float:
 
 
 def _check_scalar(name: str, value: Any, where: str) -> int | float:
+    if name == "seed":
+        return check_int(_OP, where, value, limits="an int of 64 bits")
+    least, most = _LIMITS[name]
     if name in _INTEGERS:
-        _, least, most = _INTEGERS[name]
         return check_int(_OP, where, value, least, most)
-    _, low, high = _NUMBERS[name]
     number = check_number(_OP, where, value)
     # Check the float32 that is computed with: a finite float64 may be infinite there.
     rounded = _f32(number)
-    if name not in _MAY_BE_INFINITE and math.isinf(rounded):
+    if math.isinf(rounded) and not {-_INF, _INF} & {least, most}:
         raise ValueError(f"{_OP}: {where} is {number}; expected a finite number of float32")
+    low, high = -_INF if least is None else least, _INF if most is None else most
     if name == "repetition_penalty" and rounded <= 0.0:
         raise ValueError(f"{_OP}: {where} is {number}; expected a number > 0")
     if not low <= number <= high:  # NaN too
@@ -257,17 +224,11 @@ def check_parameters(
                     f"{_OP}: {name} has {len(value)} numbers; expected {batch}, one for each row"
                 )
             checked[name] = [
-                _scalar(name, number, f"{name}[{i}]") for i, number in enumerate(value)
+                _check_scalar(name, number, f"{name}[{i}]") for i, number in enumerate(value)
             ]
         else:
-            checked[name] = _scalar(name, value, name)
+            checked[name] = _check_scalar(name, value, name)
     return checked
-
-
-def _scalar(name: str, value: Any, where: str) -> int | float:
-    if name == "seed":
-        return check_int(_OP, where, value, limits="an int of 64 bits")
-    return _check_scalar(name, value, where)
 
 
 def _check_steering(tau: float, target: float) -> None:
@@ -355,7 +316,8 @@ def _of_llama_cpp(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     get = parameters.get
     if get("mirostat_tau", 0.0) > 0.0:
-        return {name: of for name, of in parameters.items() if name not in _NOT_WITH_MIROSTAT}
+        replaced = option_names(is_replaced=True)
+        return {name: of for name, of in parameters.items() if name not in replaced}
     if get("temperature", 1.0) == 0.0 and (spread := get("dynamic_temperature_range", 0.0)) > 0.0:
         half = spread / 2  # from 0 to the range, as from half of it by half of it
         return {**parameters, "temperature": half, "dynamic_temperature_range": half}
@@ -385,8 +347,7 @@ def rules_of_row(parameters: Mapping[str, Any], dialect: str, seed: int) -> RowR
             sequences.append((word, -_INF))
         elif dialect != "transformers" or word[0] not in end_tokens:
             single.append((word[0], -_INF))
-    numbers = [get(name, off) for name, (off, _, _) in _NUMBERS.items()]
-    numbers = [_f32(number) for number in numbers]
+    numbers = [_f32(get(name, NEUTRAL[name])) for name in _NUMBERS]
     named = dict(zip(_NUMBERS, numbers, strict=True))
     _check_steering(named["mirostat_tau"], named["adaptive_target"])
     keeps_text = (
@@ -400,7 +361,7 @@ def rules_of_row(parameters: Mapping[str, Any], dialect: str, seed: int) -> RowR
         or bool(sequences)
     )
     integers = [SAMPLER_DIALECTS.index(dialect), seed]
-    integers += [get(name, off) for name, (off, _, _) in _INTEGERS.items()]
+    integers += [get(name, NEUTRAL[name]) for name in _INTEGERS]
     forced = get("forced_tokens", {})
     breakers = get("dry_breakers", ())
     rules: list[int] = []

@@ -24,31 +24,22 @@ from lmdecode.decoder.engine.sequences import (
     WrittenSequence,
 )
 from lmdecode.decoder.engine.tokens import tokens_of
+from lmdecode.generation_options import option_names
 from lmdecode.sampling.parameters import FilterParameters
 from lmdecode.sampling.sampler_rows import SAMPLER_PARAMETERS, check_parameters, rules_of_row
 
 __all__ = ["RequestParameters", "Submission"]
 
 _OP = "Engine.submit"
-_SEARCHES = ("num_beams", "trie")  # either of them makes a search
-_OF_SEARCHES = frozenset(
-    ("num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups",
-     "diversity_penalty", "patience", "forced_bos_token_id", "forced_eos_token_id", "pad_token_id")
-)  # fmt: skip
-# Each of these requests sampling; without sampling they have no effect.
-_DRAWS = frozenset(
-    ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
-     "top_n_sigma", "top_h", "xtc_probability", "mirostat_tau", "adaptive_target",
-     "dynamic_temperature_range")
-)  # fmt: skip
+_SEARCHES, _OF_SEARCHES = option_names("search"), frozenset(option_names("searches"))
+_DRAWS = frozenset(option_names("draws"))
 _MOST_LOGPROBS = 64
 _MOST_HYPOTHESES = 1 << 16  # of a search
-# submit() has its own names for the others.
+# submit() has its own names for the tokens, for where a text ends, and for the request.
 _BEAM_PARAMETERS = tuple(
     field.name
     for field in dataclasses.fields(BeamRequest)
-    if field.name
-    not in ("prompt_ids", "max_new_tokens", "min_new_tokens", "eos_token_id", "request_id")
+    if field.name in option_names("both", "search", "searches", "request")
 )
 
 
