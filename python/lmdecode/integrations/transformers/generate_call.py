@@ -17,6 +17,8 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.utils import ModelOutput
 
+from lmdecode.generation_options import option_names
+
 # Before 5.3 the cache positions in model_kwargs say which inputs are new.
 _TAKES_NEXT_SEQUENCE_LENGTH = (
     "next_sequence_length"
@@ -136,7 +138,7 @@ def refuse_other_modes(generation_config: Any) -> None:
 
 def refuse_other_layers(generation_config: Any, reason: str) -> None:
     """Raise ValueError for early exits, contrastive layers and multi-token prediction."""
-    _refuse(generation_config, ("assistant_early_exit", "dola_layers", "use_mtp"), reason)
+    _refuse(generation_config, option_names("layers"), reason)
 
 
 def refuse_assistance(generation_config: Any, assistant_model: Any, reason: str) -> None:
@@ -151,12 +153,11 @@ def refuse_other_drafts(generation_config: Any, assistant_tokenizer: Any) -> Non
     """Raise ValueError for unsupported options of assisted generation."""
     if assistant_tokenizer is not None:
         raise ValueError("assistant_tokenizer: expected None, a model and its assistant have one")
-    names = ("prompt_lookup_num_tokens", "assistant_ensemble_weight", "speculation_type")
-    _refuse(generation_config, names, "an assistant_model drafts")
+    _refuse(generation_config, option_names("drafting"), "an assistant_model drafts")
 
 
-def _refuse(generation_config: Any, names: Iterable[str], reason: str) -> None:
-    for name in names:
+def _refuse(generation_config: Any, refused: Iterable[str], reason: str) -> None:
+    for name in refused:
         value = getattr(generation_config, name, None)
         if value is not None and value is not False:
             raise ValueError(f"{name}: expected None, {reason}, got {value!r}")

@@ -14,24 +14,14 @@ from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.engine.search import BeamSearch
 from lmdecode.beam.engine.trace import BeamTrace
 from lmdecode.beam.types import REAL_BEAM_SCORE_BOUND
-from lmdecode.integrations.transformers.beam.requests import request_options
+from lmdecode.generation_options import NEUTRAL, option_names
+from lmdecode.integrations.transformers.decoding.requests import request_options
 
 __all__ = ["BeamComparison", "compare_with_transformers"]
 
 _OP = "compare_with_transformers"
-# Settings that would change the logits, and their values that do not.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "bad_words_ids": (None,),
-    "begin_suppress_tokens": (None,),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "exponential_decay_length_penalty": (None,),
-    "guidance_scale": (None, 1.0, 1),
-    "remove_invalid_values": (None, False),
-    "renormalize_logits": (None, False),
-    "stop_strings": (None,),
-    "watermarking_config": (None,),
-}
+# Settings that would change the logits.
+_UNSUPPORTED = sorted(("bad_words_ids", *option_names("processor")))
 
 
 class BeamComparison(NamedTuple):
@@ -167,8 +157,8 @@ def _requests(recording: _Recording) -> list[BeamRequest]:
     """Return the requests that a call of ``generate()`` made."""
     config, input_ids = recording.config, recording.input_ids
     assert input_ids is not None
-    for name, off in _UNSUPPORTED.items():
-        if (value := getattr(config, name, None)) not in off:
+    for name in _UNSUPPORTED:
+        if (value := getattr(config, name, None)) not in (None, NEUTRAL[name]):
             raise ValueError(f"{_OP}: {name} is {value!r}; expected none: it is not compared")
     if config.do_sample:
         raise ValueError(f"{_OP}: do_sample is True; expected beam search without sampling")
@@ -256,9 +246,9 @@ def compare_with_transformers(
     for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
         if generate_kwargs.get(name):
             raise ValueError(f"{_OP}: {name} is given; expected none: it is not compared")
-    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     with _recorded(model) as recording:
-        output = model.generate(input_ids, **generate_kwargs, **asked)
+        output = model.generate(input_ids, **generate_kwargs, return_dict_in_generate=True,
+                                output_scores=True, output_logits=True)  # fmt: skip
     if not recording.steps:
         raise ValueError(f"{_OP}: generate() made no beam search; expected num_beams above 1")
     requests = _requests(recording)

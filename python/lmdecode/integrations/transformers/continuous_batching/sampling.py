@@ -13,8 +13,8 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 
 from lmdecode._checks import check_int, check_number
+from lmdecode.generation_options import FUSED, NEUTRAL
 from lmdecode.integrations.transformers.sampling.fusion import fuse_sampling, fused_stages
-from lmdecode.integrations.transformers.sampling.logits_process import STAGES
 from lmdecode.sampling.ops import row_seed, top_k_top_p_sample
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         RequestState,
     )
 
-_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 ProcessorsOf = Callable[[list[int], int | None, Collection[int]], LogitsProcessorList]
 # The name of a further sequence of a request ends with this and a number.
 _FORK = "__child#"
@@ -57,8 +56,8 @@ class BatchProcessors(ContinuousBatchingLogitsProcessorList):
         taken = {name for item in called for name in fused_stages(item) or ()}
         super().__init__(LogitsProcessorList(), False, False)
         self.calls_any = len(called) > 0
-        self._stages = {**_OFF, **stages}
-        self._names = ("seed", *(name for name in STAGES if name not in taken))
+        self._stages = {**{name: NEUTRAL[name] for name in FUSED}, **stages}
+        self._names = ("seed", *(name for name in FUSED if name not in taken))
         self.tensors_required = 2 * 2 + 4 if do_sample else 0  # seed and position are of 64 bits
         self.do_processing = do_sample or self.calls_any
         self._texts: list[tuple[LogitsProcessorList, torch.Tensor]] = []
@@ -130,7 +129,7 @@ class BatchProcessors(ContinuousBatchingLogitsProcessorList):
         seed = asked["seed"]
         if _FORK in state.request_id:
             seed = row_seed(seed, 1 + int(state.request_id.rsplit(_FORK, 1)[1]))
-        stages = {name: asked.get(name, self._stages[name]) for name in STAGES}
+        stages = {name: asked.get(name, self._stages[name]) for name in FUSED}
         # The tokens of this step are counted already.
         return _Row(seed=seed, position=state.position_offset, **stages)
 

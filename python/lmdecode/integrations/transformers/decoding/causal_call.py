@@ -14,6 +14,7 @@ from lmdecode.decoder.decoding import PackedDecoding
 from lmdecode.decoder.engine.draft_options import drafting_of
 from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.decoder.engine.lookup_drafts import PromptLookup
+from lmdecode.generation_options import option_names
 from lmdecode.integrations.transformers._prefix_tries import behind_prompt, check_tries
 from lmdecode.integrations.transformers.decoding.ctranslate2_rules import with_rules
 from lmdecode.integrations.transformers.decoding.refused import (
@@ -37,16 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["CausalCall", "causal_call"]
 
 _OP = "Decoding.generate"
-_OF_ASSISTANTS = (
-    "num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule",
-)  # fmt: skip
 # Arguments of models that read more than text.
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
-# Arguments that generate() passes on and that have no effect here.
-_IGNORED = frozenset(
-    ("attention_mask", "cache_position", "logits_to_keep", "next_sequence_length", "position_ids",
-     "use_cache")
-)  # fmt: skip
 
 
 class CausalCall(NamedTuple):
@@ -98,7 +91,7 @@ def _refuse(
     # Zeros from Gemma 3's processor mean text only; other models embed zeros, too.
     if types is not None and model.config.model_type == "gemma3" and not bool(types.any()):
         empty.add("token_type_ids")
-    refuse_handed_on(model_kwargs, _IGNORED | empty, "model")
+    refuse_handed_on(model_kwargs, {"logits_to_keep", *empty}, "model")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected tokens, got shape {list(input_ids.shape)}")
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
@@ -171,7 +164,7 @@ def _drafting(
     # generate() has filled the gaps of its config with values of its own.
     given = arguments.get("generation_config")
     options: dict[str, Any] = {}
-    for name in _OF_ASSISTANTS:
+    for name in option_names("drafts"):
         options[name] = arguments.get(name)
         if options[name] is None:
             options[name] = getattr(given, name, None)

@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from lmdecode.beam.token_rules import TokenRules
+from lmdecode.generation_options import option_names
 from lmdecode.integrations.transformers.beam.candidates import accumulate
 from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
 from lmdecode.integrations.transformers.decoding.rules import looks_back, token_rules_of_processors
@@ -25,7 +26,7 @@ __all__ = [
 
 _UNUSED_SCORE = -1e10  # CTranslate2's own
 _LOOKING_BACK = (NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor)
-_LACKING = ("constraints", "force_words_ids", "diversity_penalty")  # unknown to CTranslate2
+_LACKING = (*option_names("constraints"), "diversity_penalty")  # unknown to CTranslate2
 
 
 def is_of_ctranslate2(model: Any) -> bool:

@@ -16,6 +16,7 @@ from lmdecode.beam.token_rules import TokenRules, repeat_token_rules
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
 from lmdecode.decoder.searches import DecodingSearches, length_limits, new_searches
 from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.generation_options import option_names
 from lmdecode.integrations.transformers._prefix_tries import (
     behind_prompt,
     check_tries,
@@ -70,13 +71,9 @@ if TYPE_CHECKING:
 
 __all__ = ["decode_encoder_decoder"]
 
-# Arguments that generate() passes on and that have no effect here; inputs_embeds are the
-# encoder's.
-_IGNORED = frozenset(
-    ("attention_mask", "cache_position", "encoder_outputs", "inputs_embeds", CACHE, "use_cache",
-     "decoder_attention_mask", "position_ids", "decoder_position_ids",
-     "next_sequence_length")
-)  # fmt: skip
+# Arguments that have no effect here; inputs_embeds are the encoder's.
+_IGNORED = ("encoder_outputs", "inputs_embeds", CACHE, "decoder_attention_mask",
+            "decoder_position_ids")  # fmt: skip
 
 
 def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -84,7 +81,7 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     if config.num_beams is not None and config.num_beams < 1:
         raise ValueError(f"num_beams: expected at least 1, got {config.num_beams}")
     refuse_inner_outputs(config)
-    for name in ("constraints", "force_words_ids", "guidance_scale", "penalty_alpha"):
+    for name in (*option_names("constraints"), "guidance_scale", "penalty_alpha"):
         value = getattr(config, name, None)
         if value is not None and not (name == "guidance_scale" and value == 1):
             raise ValueError(f"{name}: expected None, got {value!r}")

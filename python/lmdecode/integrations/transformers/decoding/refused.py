@@ -10,6 +10,10 @@ from lmdecode.integrations.transformers.generate_call import given_cache
 __all__ = ["refuse_handed_on", "refuse_inner_outputs", "refuse_past", "refuse_seed_of_beams"]
 
 
+# Arguments that generate() passes on and that have no effect here.
+_IGNORED = ("attention_mask", "cache_position", "next_sequence_length", "position_ids", "use_cache")
+
+
 def refuse_inner_outputs(config: Any) -> None:
     """Raise ValueError if attributes of the config request outputs of a model's layers."""
     for name in ("output_attentions", "output_hidden_states"):
@@ -30,9 +34,9 @@ def refuse_past(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_handed_on(model_kwargs: dict[str, Any], ignored: Collection[str], what: str) -> None:
-    """Raise ValueError for arguments of a model's forward pass, except those without effect."""
+    """Raise ValueError for arguments of a forward pass that are not ``ignored``, or always are."""
     for name, value in model_kwargs.items():
-        if name not in ignored and value is not None and value is not False:
+        if name not in (*_IGNORED, *ignored) and value is not None and value is not False:
             raise ValueError(f"{name}: expected None, Decoding hands nothing on to a {what}")
 
 

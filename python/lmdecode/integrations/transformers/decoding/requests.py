@@ -1,59 +1,70 @@
-"""A ``GenerationConfig`` as a request of ``DecodingBatch``."""
+"""A ``GenerationConfig`` as a ``BeamRequest``."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
 from lmdecode.beam.engine.request import BeamRequest
-from lmdecode.integrations.transformers.beam.requests import request_options, tokens_of
+from lmdecode.generation_options import NEUTRAL, option_names
 from lmdecode.integrations.transformers.decoding.ctranslate2_rules import (
     is_of_ctranslate2,
     with_defaults,
 )
 
-__all__ = ["request_of_config"]
+__all__ = ["request_of_config", "request_options"]
 
 _OP = "generation_config"
-# Defaults of generate() where neither its config nor the model's has a value.
-_DEFAULTS: dict[str, Any] = {
-    "early_stopping": False,
-    "length_penalty": 1.0,
-    "max_new_tokens": None,
-    "min_length": 0,
-    "min_new_tokens": None,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "repetition_penalty": 1.0,
-}
 _DEFAULT_NEW_TOKENS = 20
-_TRANSLATED = frozenset(
-    ("bad_words_ids", "bos_token_id", "decoder_start_token_id", "eos_token_id",
-     "forced_bos_token_id", "forced_eos_token_id", "max_length", "pad_token_id", "suppress_tokens",
-     *_DEFAULTS)
-)  # fmt: skip
-# generate() ignores these, too, without sampling or an assistant model. The batch has a cache of
-# its own.
-_WITHOUT_EFFECT = frozenset(
-    ("assistant_confidence_threshold", "assistant_lookbehind", "compile_config", "disable_compile",
-     "epsilon_cutoff", "eta_cutoff", "max_matching_ngram_size", "min_p", "num_assistant_tokens",
-     "num_assistant_tokens_schedule", "target_lookbehind", "temperature", "top_h", "top_k", "top_p",
-     "transformers_version", "typical_p", "use_cache")
-)  # fmt: skip
-_OFF: dict[str, object] = {
-    "diversity_penalty": 0.0,
-    "encoder_repetition_penalty": 1.0,
-    "guidance_scale": 1.0,
-    "num_beam_groups": 1,
-}
+_OF_SEARCHES = option_names("search", "searches", batch="takes")
+_TAKEN = option_names(batch="takes")
+# generate() ignores the others, too, without sampling, an assistant or a cache of transformers.
+_KNOWN = frozenset((*_TAKEN, *option_names(batch="ignores")))
+
+
+def _tokens_of(value: Any) -> list[int]:
+    """Return the tokens of None, one token or several."""
+    if value is None:
+        return []
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return [value] if isinstance(value, int) else list(value)
+
+
+def request_options(config: Any, prompt_length: int) -> dict[str, Any]:
+    """Return the keyword arguments of ``BeamRequest``, all but its id.
+
+    ``config`` is a ``GenerationConfig`` as ``generate()`` prepares it, or an object with its
+    attributes. ``max_length`` and ``min_length`` count the prompt; ``bad_words_ids`` are ignored.
+    Raises ValueError where ``sequence_bias`` has sequences of several tokens.
+    """
+    sequence_bias = getattr(config, "sequence_bias", None) or {}
+    items = sequence_bias.items() if isinstance(sequence_bias, dict) else sequence_bias
+    bias = {tuple(tokens): value for tokens, value in items}
+    if any(len(tokens) != 1 for tokens in bias):
+        raise ValueError("sequence_bias has sequences; expected single tokens")
+    shortest = max(config.min_new_tokens or 0, (config.min_length or 0) - prompt_length, 0)
+    pad, penalty = config.pad_token_id, config.repetition_penalty
+    return {
+        **{name: getattr(config, name) for name in _OF_SEARCHES},
+        "max_new_tokens": config.max_length - prompt_length,
+        "eos_token_id": _tokens_of(config.eos_token_id),
+        "pad_token_id": None if pad is None or int(pad) < 0 else int(pad),
+        "min_new_tokens": shortest,
+        "repetition_penalty": 1.0 if penalty is None else penalty,
+        "no_repeat_ngram_size": config.no_repeat_ngram_size or 0,
+        "suppress_tokens": _tokens_of(config.suppress_tokens),
+        "logit_bias": {tokens[0]: value for tokens, value in bias.items()},
+    }
 
 
 def _is_off(name: str, value: object) -> bool:
     if value is None or value is False:
         return True
-    if name in _OFF:
-        return value == _OFF[name]
+    if NEUTRAL.get(name):
+        return value == NEUTRAL[name]
     return isinstance(value, (int, float, list, tuple, dict)) and not value
 
 
@@ -68,12 +79,12 @@ def _effective(config: Any, model: Any) -> SimpleNamespace:
     for name, value in values.items():
         if name == "renormalize_logits" and is_of_ctranslate2(model):
             continue
-        if name in _TRANSLATED or name in _WITHOUT_EFFECT or _is_off(name, value):
+        if name in _KNOWN or _is_off(name, value):
             continue
         raise ValueError(f"{_OP}: {name} is {value!r}; expected none: a batch does nothing of it")
-    for name in _TRANSLATED:
+    for name in _TAKEN:
         if values.get(name) is None:
-            values[name] = _DEFAULTS.get(name)
+            values[name] = NEUTRAL[name]
     return SimpleNamespace(**values)
 
 
@@ -82,7 +93,7 @@ def _bad_words(config: SimpleNamespace) -> list[int]:
     words = config.bad_words_ids or []
     if any(len(word) != 1 for word in words):
         raise ValueError(f"{_OP}: bad_words_ids is {words}; expected words of one token in a batch")
-    ends = tokens_of(config.eos_token_id)
+    ends = _tokens_of(config.eos_token_id)
     tokens = [word[0] for word in words if word[0] not in ends]
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         if getattr(config, name) in tokens:
@@ -123,7 +134,7 @@ def request_of_config(prompt_ids: Any, generation_config: Any, model: Any = None
     config = _effective(generation_config, model)
     if prompt_ids is None:
         start = config.decoder_start_token_id
-        prompt_ids = tokens_of(config.bos_token_id if start is None else start)
+        prompt_ids = _tokens_of(config.bos_token_id if start is None else start)
         if len(prompt_ids) > 1:  # generate() reads several as one token of each prompt
             raise ValueError(
                 f"{_OP}: decoder_start_token_id is {list(prompt_ids)}; expected one token"
@@ -132,7 +143,7 @@ def request_of_config(prompt_ids: Any, generation_config: Any, model: Any = None
             raise ValueError(
                 f"{_OP}: decoder_start_token_id is None; expected a token where there is no prompt"
             )
-    prompt_ids = tokens_of(prompt_ids)
+    prompt_ids = _tokens_of(prompt_ids)
     _set_lengths(config, len(prompt_ids), model)
     if config.num_beams == 1:
         # Greedy search ends at the first end token. It penalises logits, which a request does not.

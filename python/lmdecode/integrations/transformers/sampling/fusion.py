@@ -16,9 +16,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from lmdecode.generation_options import FUSED
 from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsProcessor
 from lmdecode.integrations.transformers.sampling.logits_process import (
-    STAGES,
     TopKTopPLogitsProcessor,
     is_valid_temperature,
 )
@@ -55,7 +55,7 @@ class SamplingFusion:
     sampler: SamplerFusion | None = None
 
 
-_STAGE_RANKS = {name: place for place, name in enumerate(STAGES)}
+_STAGE_RANKS = {name: place for place, name in enumerate(FUSED)}
 _EDIT_RANKS = {name: rank for name, rank in RANKS.items() if rank < RANKS["temperature"]}
 
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from lmdecode.integrations.transformers.sampling.grammar import fitting_mask
-from lmdecode.integrations.transformers.sampling.sampler_arguments import CallRows
+from lmdecode.integrations.transformers.sampling.sampler_arguments import BANNED, CallRows
 from lmdecode.sampling.sampler import Sampler
 from lmdecode.sampling.types import SamplerOutput
-
-_BANNED = ("min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens")
 
 
 def sampler_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -20,13 +18,13 @@ def sampler_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     parameters = {
         name: value
         for name, value in arguments.items()
-        if name not in (*_BANNED, "sequence_bias", "bad_words", "bitmask")
+        if name not in (*BANNED, "sequence_bias", "bad_words", "bitmask")
     }
     words = arguments.get("bad_words", {})
     parameters["logit_bias"] = arguments.get("sequence_bias")
     parameters["bad_words_ids"] = [list(ids) for ids in words if len(ids) > 1]
     single = (ids[0] for ids in words if len(ids) == 1)
-    banned = [*single, *(token for name in _BANNED for token in arguments.get(name, ()))]
+    banned = [*single, *(token for name in BANNED for token in arguments.get(name, ()))]
     parameters["suppress_tokens"] = list(dict.fromkeys(banned))
     return parameters
 

@@ -10,11 +10,9 @@ import torch
 from transformers import LogitsProcessor
 
 from lmdecode._checks import is_int, is_real
+from lmdecode.generation_options import FUSED
 from lmdecode.sampling.ops import top_k_top_p_sample
 from lmdecode.sampling.types import STATUS_NAN
-
-# The stages of the op, in the order in which it and generate() apply them.
-STAGES = ("temperature", "top_k", "top_p", "min_p")
 
 _OP_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _RESULT_DTYPES = (*_OP_DTYPES, torch.float64)  # -inf is one of their values
@@ -106,7 +104,7 @@ class TopKTopPLogitsProcessor(LogitsProcessor):
 
     def stages(self) -> dict[str, Any]:
         """Return the stages that are on, as keyword arguments of ``top_k_top_p_sample``."""
-        values = {name: getattr(self, name) for name in STAGES}
+        values = {name: getattr(self, name) for name in FUSED}
         return {name: value for name, value in values.items() if value is not None}
 
     def __call__(self, input_ids: torch.LongTensor | None, scores: torch.Tensor) -> torch.Tensor:

@@ -172,10 +172,8 @@ SAMPLER_ARGUMENTS: dict[type, Callable[[Any, CallRows], dict[str, Any] | None]] 
     EtaLogitsWarper: _filter("eta_cutoff", "epsilon"),
 }
 
-BANS = (
-    "no_repeat_ngram_size", "bad_words", "min_length", "min_new_tokens", "suppress_tokens",
-    "begin_suppress_tokens", "bitmask",
-)  # fmt: skip
+BANNED = ("min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens")  # tokens
+BANS = ("no_repeat_ngram_size", "bad_words", *BANNED, "bitmask")
 """They make logits -inf: among each other, and with what changes finite ones, in any order."""
 
 RANKS = {
