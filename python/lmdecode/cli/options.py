@@ -14,6 +14,8 @@ from lmdecode._checks import MAX_INT
 from lmdecode.cli.errors import CommandError
 from lmdecode.cli.terminal import busy
 from lmdecode.decoder.engine.draft_options import is_padding
+from lmdecode.generation_options import FUSED
+from lmdecode.sampling.parameters import SamplingParameters
 from lmdecode.serving.text_model import TextModel, is_causal
 
 __all__ = [
@@ -24,8 +26,8 @@ __all__ = [
 
 MODEL_HELP = "folder or hub id of transformers, GGUF file, or a folder of lmdecode convert"
 # Where a model's generation config has none of them.
-_SAMPLING: dict[str, float] = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
-_OF_CONFIG = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+_SAMPLING = SamplingParameters(temperature=0.7, top_k=50, top_p=0.9)
+_OF_CONFIG = (*FUSED, "typical_p", "repetition_penalty")
 _MTP = "mtp"  # multi-token prediction, instead of a model that drafts
 _CAPACITY = 32768  # tokens of a text, where the model has no fewer
 
@@ -186,7 +188,7 @@ def sampling_of(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:
     found: dict[str, Any] = {name: known[name] for name in _OF_CONFIG if name in known}
     if not found.keys() - {"repetition_penalty"}:
         found |= _SAMPLING
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in FUSED:
         value = getattr(given, name)
         if value is not None:
             found[name] = value

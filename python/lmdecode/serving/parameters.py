@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmdecode._checks import MAX_INT
+from lmdecode.generation_options import OPTIONS, option_names
 from lmdecode.serving.errors import BadRequest, RequestError, reason_of
 from lmdecode.serving.fields import Fields, shown
 from lmdecode.serving.grammar_source import GRAMMAR_FIELDS
@@ -25,24 +26,9 @@ _MOST_WORDS, _LONGEST_WORD = 256, 128
 _MIROSTAT_TAU = 5.0  # of llama.cpp
 
 # Passed to the engine as they are, which checks them. The names are those of ``Sampler``.
-_SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
-    "top_n_sigma", "top_h", "xtc_probability", "xtc_threshold", "dynamic_temperature_range",
-    "dynamic_temperature_exponent", "mirostat_tau", "mirostat_eta", "adaptive_target",
-    "adaptive_decay", "dry_multiplier", "dry_base", "dry_allowed_length", "presence_penalty",
-    "frequency_penalty",
-)  # fmt: skip
-_EDITS = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens")
-_SEARCH = (
-    "num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty",
-    "patience",
-)  # fmt: skip
-# Names of other servers.
-_ALIASES = {
-    "repeat_penalty": "repetition_penalty", "typical": "typical_p",
-    "dynatemp_range": "dynamic_temperature_range", "dynatemp_exponent":
-    "dynamic_temperature_exponent",
-}  # fmt: skip
+_SAMPLING = option_names("draws", "drawn", "both", field="passed")
+_SEARCH = option_names("search", "searches", field="passed")
+_ALIASES = {option.alias: option.name for option in OPTIONS if option.alias}
 NAMES: Mapping[str, str] = {"eos_token_id": "stop_token_ids", "max_new_tokens": "max_tokens",
                             "prompt_ids": "prompt", "input_ids": "prompt"}  # fmt: skip
 """Arguments of the engine to the fields that they come from, where those differ."""
@@ -52,10 +38,10 @@ _WITHOUT_EFFECT = (
     "prompt_cache_retention", "prompt_cache_options", "cache_prompt", "verbosity",
 )  # fmt: skip
 COMMON_FIELDS = frozenset(
-    ("model", "n", "stop", "seed", "stream", "stream_options", "max_tokens", "logit_bias",
-     "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
-     "skip_special_tokens", "bad_words", "dry_sequence_breakers", "mirostat", *_SAMPLING, *_EDITS,
-     *_SEARCH, *_ALIASES, *_WITHOUT_EFFECT, *GRAMMAR_FIELDS)
+    ("model", "n", "stop", "stream", "stream_options", "max_tokens", "stop_token_ids",
+     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "bad_words",
+     "dry_sequence_breakers", "mirostat", *option_names(field="converted"), *_SAMPLING, *_SEARCH,
+     *_ALIASES, *_WITHOUT_EFFECT, *GRAMMAR_FIELDS)
 )  # fmt: skip
 """The fields that both endpoints accept."""
 
@@ -136,7 +122,7 @@ def _check_size(name: str, value: Any) -> None:
 def _sampling_of(fields: Fields, tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
     """Return the arguments that come from fields, one by one."""
     arguments: dict[str, Any] = {}
-    for name in (*_SAMPLING, *_EDITS, *_ALIASES):
+    for name in (*_SAMPLING, *_ALIASES):
         if name not in fields:
             continue
         argument = _ALIASES.get(name, name)
@@ -213,14 +199,12 @@ def read_parameters(
         if "stop" in fields:
             raise BadRequest("stop", "stop is given; expected none with num_beams above 1: the "
                              "tokens of stop_token_ids end a search")  # fmt: skip
-        for name in _SEARCH:
-            if name in fields:
-                arguments[name] = fields.get(name)
+        arguments |= {name: fields.get(name) for name in _SEARCH if name in fields}
     else:
         for name in _SEARCH[1:]:
             if name in fields:
                 raise BadRequest(name, f"{name} is given; expected num_beams above 1 with it")
-        of_model = {name: defaults[name] for name in (*_SAMPLING, *_EDITS) if name in defaults}
+        of_model = {name: defaults[name] for name in _SAMPLING if name in defaults}
         arguments = {**of_model, **arguments}
         is_greedy = defaults.get("do_sample") is False and "temperature" not in fields
         arguments["do_sample"] = not is_greedy and arguments.get("temperature", 1.0) > 0

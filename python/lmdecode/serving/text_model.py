@@ -15,6 +15,7 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
 from lmdecode.formats.gguf import GgufFile, is_gguf
+from lmdecode.generation_options import option_names
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.serving.chat_template import ChatTemplate
 from lmdecode.serving.tokenizer import Tokenizer, read_json
@@ -23,9 +24,11 @@ __all__ = ["TextModel", "is_causal", "local_path", "name_of"]
 
 _OP = "TextModel.load"
 DEFAULT_DTYPE = "int8"
-# The entries of a generation config that Engine.submit takes by the same name.
-_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
-             "repetition_penalty", "no_repeat_ngram_size", "do_sample")  # fmt: skip
+# The numbers of a generation config that Engine.submit takes by the same name.
+_DEFAULTS = sorted(
+    {"do_sample", *option_names(continuous="processor", field="passed")}
+    - {"top_h", *option_names(sampler="tokens")}
+)
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length",
             "max_target_positions")  # fmt: skip
 _FILES = ("*.json", "*.jinja", "*.model", "*.spm", "*.txt", "*.gguf",

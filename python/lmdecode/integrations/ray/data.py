@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmdecode._checks import check_int
 from lmdecode.decoder.engine import Engine
+from lmdecode.generation_options import option_names
 from lmdecode.integrations.ray.models import (
     CAPACITY,
     check_is_causal,
@@ -32,19 +33,11 @@ __all__ = ["Generate", "Transcribe", "Translate"]
 
 _PLACES = 64  # rows that an engine writes at a time
 # Arguments of generate() that are the job's, or that return something else than tokens.
-_REFUSED = (
+_REFUSED = sorted((
     "append", "attention_mask", "custom_generate", "decoder_input_ids", "input_features",
-    "input_ids", "inputs", "max_length", "max_time", "min_length", "num_return_sequences",
-    "return_dict_in_generate", "rewind", "session", "stopping_criteria", "store", "streamer",
-)  # fmt: skip
-# What does the same to a row whatever it is padded to; anything else runs without padding.
-_TAKES_PADDING = frozenset(
-    ("bos_token_id", "cache_implementation", "do_sample", "early_stopping", "eos_token_id",
-     "length_penalty", "max_new_tokens", "min_new_tokens", "min_p", "num_beams", "pad_token_id",
-     "temperature", "top_k", "top_p", "transformers_version", "use_cache")
-)  # fmt: skip
-# What may end a row without an end token, or is for one row.
-_ONE_BY_ONE = ("prompt_lookup_num_tokens", "stop_strings")
+    "input_ids", "inputs", "rewind", "session", "stopping_criteria", "store", "streamer",
+    *option_names(job="refused"),
+))  # fmt: skip
 
 
 class _Arguments:
@@ -78,10 +71,10 @@ class _Arguments:
     @property
     def takes_padding(self) -> bool:
         """Whether rows of several lengths may be padded, and are the same as without."""
-        names = set(self.given) - {"generation_config"}
+        given = set(self.given) - {"generation_config"}
         for config in self._configs:
-            names |= {name for name in config.to_diff_dict() if not name.startswith("_")}
-        return names <= _TAKES_PADDING
+            given |= {name for name in config.to_diff_dict() if not name.startswith("_")}
+        return given <= set(option_names(job="padded"))
 
     @property
     def ends(self) -> set[int]:
@@ -226,7 +219,7 @@ class Generate:
 
     def _groups(self, lengths: dict[int, int]) -> Iterator[list[int]]:
         """Yield the rows that are generated in one call, of all rows with their lengths."""
-        if any(self._arguments.get(name) is not None for name in _ONE_BY_ONE):
+        if any(self._arguments.get(name) is not None for name in option_names(job="row by row")):
             yield from ([row] for row in lengths)
         elif self._arguments.takes_padding:
             yield from [list(lengths)] if lengths else []
