@@ -89,7 +89,7 @@ class RuleArguments:
         """
         found = self.of_step(torch.tensor([length], device="cpu"), sequences, diversity_tokens)
         found.pop("lengths", None)
-        for name in ("repetition_penalty", "no_repeat_ngram_size", "diversity_penalty"):
+        for name in TokenRules._fields[:3]:  # a number for each slot
             if name in found:
                 found[name] = found[name].item()
         forced, banned = found.pop("forced_tokens", None), found.pop("suppressed_tokens", None)

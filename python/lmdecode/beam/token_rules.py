@@ -119,7 +119,7 @@ def check_token_rules(op: str, rules: object, vocab_size: int) -> None:
 
 def write_token_rules(rules: TokenRules, slot: int, one: TokenRules) -> None:
     """Write the rules of one slot, without a bias, in place of those that a slot had."""
-    for name in ("repetition_penalty", "no_repeat_ngram_size", "diversity_penalty", "timestamps"):
+    for name in (*rules._fields[:3], "timestamps"):
         getattr(rules, name)[slot] = getattr(one, name)[0]
     for name in ("bans", "forced"):
         table, rows = getattr(rules, name)[slot], getattr(one, name)[0]

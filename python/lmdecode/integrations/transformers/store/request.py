@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from lmdecode.store import KVStore, Session
 
 _DEFAULT_CHUNK = 128
+_OUTPUTS = ("output_attentions", "output_hidden_states")
 # Arguments of forward passes that change no key or value of the tokens, or that are looked at here.
 _KNOWN_INPUTS = {
     "input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", CACHE,
-    "past_key_values", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
-    "return_dict",
+    "past_key_values", "use_cache", "logits_to_keep", *_OUTPUTS, "return_dict",
 }  # fmt: skip
-_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 class StoredEncoderInput(NamedTuple):
