@@ -1,12 +1,15 @@
 """Who may include and import whom, read from the sources: docs/internals/architecture.md."""
 
 import ast
+import builtins
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import pytest
+
+from lmdecode.generation_options import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -391,6 +394,52 @@ def test_the_reference_uses_no_op(path: Path) -> None:
     assert not compiled, f"the reference imports {compiled}"
     assert not modules & PYTHON_WINDOWS, "the reference imports the compiled library by a package"
     assert "torch.ops" not in path.read_text()
+
+
+# --- Options of generation ------------------------------------------------------------------------
+
+# Where three names of options may stand in a literal, as it is no list of options by a property.
+NO_OPTION_TABLES = {
+    "beam/engine/request.py": "checks the fields of its own class, by type",
+    "cli/chat.py": "settings, in the order of its help",
+    "cli/verify_texts.py": "parameters of the compared requests",
+    "demo": "parameters of what is shown",
+    "integrations/transformers/sampling/sampler_arguments.py": "the order of processors",
+    "integrations/vllm/beam_search.py": "fields of BeamRequest that need more than the best tokens",
+    "reference": "the specification has its own",
+    "sampling/sampler_rows.py": "columns of an output, in their order",
+    "store/fingerprint.py": "entries of a model's configuration",
+}
+
+
+def texts_of(node: ast.AST) -> Iterator[str]:
+    """The constant texts of a tuple, a list, a set or a dict, or of a text that is split."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="split")):
+            yield from text.split()
+        case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
+            yield from (i.value for i in items if isinstance(i, ast.Constant))
+        case ast.Dict(keys=keys, values=values):
+            parts = [part for value in values for part in ast.walk(value)]
+            computed = [part.id for part in parts if isinstance(part, ast.Name)]
+            # One of variables is the arguments of a call.
+            if all(name.isupper() or hasattr(builtins, name) for name in computed):
+                yield from (n.value for n in (*keys, *values) if isinstance(n, ast.Constant))
+
+
+def test_one_table_of_options() -> None:
+    """Lists of options are read from ``lmdecode.generation_options``, and stand nowhere else."""
+    options, found, allowed = {option.name for option in OPTIONS}, [], set()
+    for path in python_files():
+        part = str(path.relative_to(PACKAGE))
+        areas = {area for area in NO_OPTION_TABLES if f"{part}/".startswith(f"{area}/")}
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = options & set(texts_of(node))
+            if len(named) > 2 and part != "generation_options.py":
+                allowed |= areas
+                found += [] if areas else [(part, node.lineno, sorted(named))]
+    assert found == []
+    assert allowed == NO_OPTION_TABLES.keys(), "an exception that is none"
 
 
 # --- Size -----------------------------------------------------------------------------------------
