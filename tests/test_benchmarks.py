@@ -1,7 +1,5 @@
 """The benchmark program: its tables, files and peers; nothing about speed."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import platform

@@ -1,7 +1,5 @@
 """Builds with fewer CPU levels than there are: what they choose, what is refused, what is told."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

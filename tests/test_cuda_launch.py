@@ -1,7 +1,5 @@
 """What launches ask the CUDA runtime, which stands in here: once for a device and a kernel."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 ``python -m tests.test_cuda_resources`` writes the table anew from the installed library.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -3,8 +3,6 @@
 torch loads that library for itself alone (RTLD_LOCAL), and a torch without CUDA has none.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

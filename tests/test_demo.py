@@ -1,7 +1,5 @@
 """The demo as a user runs it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

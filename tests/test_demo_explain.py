@@ -1,7 +1,5 @@
 """``python -m lmdecode.demo sampling --explain``, in this process."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

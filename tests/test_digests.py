@@ -1,7 +1,5 @@
 """``python -m benchmarks digests``: what a digest tells apart, and what a comparison finds."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -4,8 +4,6 @@ torch traces a number that has changed as a symbol; with ``dynamic=True`` it doe
 beginning, and with sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The example scripts, as a user runs them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The model of letters to phonemes: its words, its scores, and the weights that are shipped."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What ``make gpu`` runs: the report of its stages, and the whole plan with the CPU standing in."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

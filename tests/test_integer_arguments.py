@@ -1,7 +1,5 @@
 """Every public integer takes what converts to an integer, with the result of the int itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

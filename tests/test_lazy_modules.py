@@ -1,7 +1,5 @@
 """Modules that ``import lmdecode`` does not load are attributes of it nevertheless."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -4,8 +4,6 @@ A row's results are the same on any number of threads, in any batch, at any CPU 
 any strides. ``tests/<area>/contracts.py`` has the calls.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """The public names of lmdecode, so that none is renamed or lost unnoticed, and what they need."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -3,8 +3,6 @@
 The build machine has a newer torch. The headers come from a wheel of macOS: the smallest one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

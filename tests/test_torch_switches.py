@@ -4,8 +4,6 @@ Under default device, default dtype, autocast, inference mode and deterministic 
 returns what it returns without them. Inputs are made before, with the device and the dtype named.
 """
 
-from __future__ import annotations
-
 import ast
 import atexit
 import contextlib

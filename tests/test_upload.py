@@ -1,7 +1,5 @@
 """Numbers go to a GPU through pinned memory; no GPU is asked for here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Random beam searches, driven many steps: what the tests of beam_step and beam_finalize run."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

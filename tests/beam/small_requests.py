@@ -1,7 +1,5 @@
 """Requests of a few tokens for ``BeamSearch``, and a step of it by a language model in a table."""
 
-from __future__ import annotations
-
 import lmdecode
 from lmdecode import BeamRequest, BeamSearch
 from tests.support.beam_searches import TableModel

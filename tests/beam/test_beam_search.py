@@ -1,7 +1,5 @@
 """The engine: rows and their order, requests that come and go, processors, coverage, results."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Requests and calls of the engine that are refused: the argument is named, nothing changes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The result of a request depends on nothing but the request: not on batch, time, slot, threads."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The engine where something goes wrong: memory, modes of autograd, callbacks, odd arguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

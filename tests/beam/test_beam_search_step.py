@@ -1,7 +1,5 @@
 """The op that does a step of ``BeamSearch``, against the ops that it is made of."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

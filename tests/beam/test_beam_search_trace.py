@@ -1,7 +1,5 @@
 """Traces of the engine: every candidate and what became of it, as data and as text."""
 
-from __future__ import annotations
-
 import math
 
 import torch

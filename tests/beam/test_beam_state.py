@@ -1,7 +1,5 @@
 """``new_beam_state`` and ``beam_parameters``: what they accept and what they refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models that commands talk with, in folders."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """``lmdecode chat``: prompts are those of the whole talk, which goes on in another process."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """``lmdecode chat``: stores that it cannot open, and talks of the same name in other formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``lmdecode``: its commands, their help and their errors; run, convert, translate and info."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

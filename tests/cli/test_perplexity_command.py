@@ -1,7 +1,5 @@
 """``python -m lmdecode perplexity``: its table, and what it refuses, in a line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

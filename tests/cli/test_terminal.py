@@ -1,7 +1,5 @@
 """What a terminal gets beside a command's output, and nothing else does."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

@@ -1,7 +1,5 @@
 """``lmdecode transcribe``: what it writes, and what it refuses, in a line."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

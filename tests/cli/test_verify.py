@@ -1,7 +1,5 @@
 """``lmdecode verify``: it finds the same bits; and of each line, that it sees what is broken."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """decoder() and decoding() of FasterTransformer v2.0 against plain torch by their contract."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

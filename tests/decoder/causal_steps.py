@@ -1,7 +1,5 @@
 """Steps of decoder-only models on their caches, for the tests of these."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

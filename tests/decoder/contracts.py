@@ -1,7 +1,5 @@
 """The ops of whole models, and calls of them (tests/support/contracts.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

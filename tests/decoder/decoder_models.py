@@ -1,7 +1,5 @@
 """Small random encoder-decoder models of each kind, and inputs for them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

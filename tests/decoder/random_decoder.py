@@ -1,7 +1,5 @@
 """Random decoders of any kind, and a search by the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

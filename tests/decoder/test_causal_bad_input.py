@@ -1,7 +1,5 @@
 """The ops of decoder-only models: what does not fit is refused by its name, before any change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keys and values of sequences, read from caches and written to others that begin with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

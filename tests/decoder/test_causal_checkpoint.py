@@ -1,7 +1,5 @@
 """Decoding.from_pretrained() of folders of decoder-only models: what transformers reads of them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """Experts of folders: their tensors by every name, and blocks of MXFP4 as they are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A step of a decoder-only model: the logits of the reference, and the same bits in any company."""
 
-from __future__ import annotations
-
 import functools
 import random
 import types

@@ -1,7 +1,5 @@
 """Where the ops read what ``PackedCausalModel`` writes: numbers that both sides have."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

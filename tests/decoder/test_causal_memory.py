@@ -1,7 +1,5 @@
 """What a decoder-only model takes at its peak: hardly more than packed weights and caches."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

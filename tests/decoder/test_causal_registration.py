@@ -1,7 +1,5 @@
 """The ops of decoder-only models are registered as torch wants it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Layers that keep a state: what is kept, shared, gone back to, and the same bits everywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

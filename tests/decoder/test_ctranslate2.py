@@ -1,7 +1,5 @@
 """Decoding against CTranslate2, which is another implementation of the same search."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Wrong calls of the decoder: each error names the argument, what came, what was expected."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DecoderLayer, a step at a time, against whole sequences in plain torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

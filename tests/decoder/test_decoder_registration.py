@@ -1,7 +1,5 @@
 """The decoder ops are registered as torch wants it, and refuse what does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

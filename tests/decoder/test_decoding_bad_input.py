@@ -1,7 +1,5 @@
 """Decoding.generate(): what it cannot do is refused, and NaN is an error of its prompt."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

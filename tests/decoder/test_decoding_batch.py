@@ -1,7 +1,5 @@
 """DecodingBatch: requests that come and go, against the same requests alone and the reference."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import signal

@@ -1,7 +1,5 @@
 """DecodingBatch with a GenerationConfig: what generate() finds with it, or an error."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The loop of a device: the tokens of the loop in C++, and its ops as torch wants them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace

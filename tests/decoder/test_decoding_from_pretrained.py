@@ -1,7 +1,5 @@
 """Decoding.from_pretrained(): models and their folders, formats of weights, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decoding.generate() against the model's own generate(): the same tokens, the same scores."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run takes at its peak: hardly more than weights and caches, whatever the beams."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 

@@ -1,7 +1,5 @@
 """What searches on a device keep for the next ones of their shape: results are as without it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any

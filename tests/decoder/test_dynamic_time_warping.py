@@ -1,7 +1,5 @@
 """dynamic_time_warping against plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

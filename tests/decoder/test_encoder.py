@@ -1,7 +1,5 @@
 """Encoders in C++ against those of transformers, of random weights."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The encoder in C++ against its reference: random encoders, of every switch."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

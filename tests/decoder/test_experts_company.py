@@ -1,7 +1,5 @@
 """Experts in every format: a row has the bits that it has alone, in any batch, chunk and thread."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Other tests compare two float32 computations of such models. A CPU without FMA r
 so there ten of those tests fail, though ours is as near to float64.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """gather_tree against plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Gemma 4: what its layers share, its two sizes of heads, and the inputs of its layers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory of weights and of searches."""
 
-from __future__ import annotations
-
 import copy
 import io
 import mmap

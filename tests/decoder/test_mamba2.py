@@ -1,7 +1,5 @@
 """Mamba-2 layers: every switch against reference and transformers, and the same bits anywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

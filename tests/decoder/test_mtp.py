@@ -1,7 +1,5 @@
 """Weights of a folder that predict further tokens: against transformers' layers, and saved."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

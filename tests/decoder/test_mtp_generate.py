@@ -1,7 +1,5 @@
 """Decoding.generate(assistant_model="mtp"): the text, and the bits, of calls without it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

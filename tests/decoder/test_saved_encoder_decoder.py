@@ -1,7 +1,5 @@
 """``Decoding.save`` and ``load`` of encoder-decoder models; test_saved_model.py has the rest."""
 
-from __future__ import annotations
-
 import copy
 import json
 import multiprocessing

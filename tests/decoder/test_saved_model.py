@@ -1,7 +1,5 @@
 """``Decoding.save`` and ``Decoding.load``: mapped, whole, and packed again where need be."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``Decoding.translate`` against ``model.generate()``, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Whisper's long audio through Decoding.generate(): transformers' tokens, option by option."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoding under transformers' pipeline("automatic-speech-recognition")."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Windows of Whisper that are tried again: a sound has the text that it has alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

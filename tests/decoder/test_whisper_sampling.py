@@ -1,7 +1,5 @@
 """Sampling from encoder-decoder models, and Whisper's fallback to other temperatures."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

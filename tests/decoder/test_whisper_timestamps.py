@@ -1,7 +1,5 @@
 """Whisper's rules of timestamps in the loop in C++."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

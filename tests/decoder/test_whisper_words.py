@@ -1,7 +1,5 @@
 """Times of tokens and words: what Whisper's decoder attends to, by one pass over found tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The benchmark of whole models: its engines, and that they run the same model; no speed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

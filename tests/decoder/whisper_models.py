@@ -1,7 +1,5 @@
 """Small random Whisper models with the vocabulary's layout of the real ones, and audio for them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

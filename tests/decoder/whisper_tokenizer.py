@@ -1,7 +1,5 @@
 """A tokenizer with the layout of Whisper's vocabulary, its words made up."""
 
-from __future__ import annotations
-
 import functools
 
 from transformers import AddedToken, WhisperTokenizer

@@ -1,7 +1,5 @@
 """Models of sentencepiece: the tokens of its own package, version 0.2.3, through tokenizers."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The linear ops, and calls of them (tests/support/contracts.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Weights in blocks: their values are llama.cpp's, and rows of them are rows of values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

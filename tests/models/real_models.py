@@ -1,7 +1,5 @@
 """Real models of packages: where they lie, and a skip where they are not installed."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Perplexity of real GGUF models in each format, and the tokens of transformers in float32."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

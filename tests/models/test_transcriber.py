@@ -1,7 +1,5 @@
 """``Transcriber`` on real models: the words, times and languages of transformers' pipeline."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

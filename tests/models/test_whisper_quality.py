@@ -1,7 +1,5 @@
 """Whisper, from real folders of CTranslate2: transformers' texts, and those a format changes."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

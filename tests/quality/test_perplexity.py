@@ -1,7 +1,5 @@
 """The perplexity of a text, and log-probabilities of tokens, on tiny models against plain torch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

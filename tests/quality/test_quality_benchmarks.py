@@ -1,7 +1,5 @@
 """The pure parts of the benchmarks of quality: word errors, llama.cpp's output, files in parts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The ops of sampling, and calls of them (tests/support/contracts.py)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The forms of a parameter: a number, a list, a tensor without dimensions or of any dtype."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

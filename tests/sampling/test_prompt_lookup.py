@@ -1,7 +1,5 @@
 """prompt_lookup against plain torch, and what it refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

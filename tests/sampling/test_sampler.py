@@ -1,7 +1,5 @@
 """``Sampler`` and ``verify_draft`` against the reference, bit for bit, in random lives of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrong arguments of ``Sampler`` and ``verify_draft``: clear errors, and nothing has changed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The benchmark of ``Sampler``: its table, and that peers do the same work; nothing about speed."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a ``Sampler`` keeps of its sequences: saved, damaged, copied; and sequences alone."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """JSON schemas, tools, and a random writer that a grammar leads."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server in this process for tests, over the shipped model, and clients of it."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Bodies that are wrong: each gets an error that names the field, and the server goes on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

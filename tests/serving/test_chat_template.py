@@ -1,7 +1,5 @@
 """Chat templates: the texts of transformers' apply_chat_template, to the letter."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Many clients at once: some vanish, some are slow, some are too many; texts are as alone."""
 
-from __future__ import annotations
-
 import gc
 import http.client
 import json

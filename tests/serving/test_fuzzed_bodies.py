@@ -1,7 +1,5 @@
 """Bodies of every kind: an answer or an error in OpenAI's shape, never a fault of the server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """GBNF, llama.cpp's grammars: which texts they allow, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Grammars and forced calls in an ``Engine``, with the shipped model, which has seen no JSON."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

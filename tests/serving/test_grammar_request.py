@@ -1,7 +1,5 @@
 """``grammar_of_body``: the fields of OpenAI's API, of vLLM and of llama.cpp."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Log-probabilities of completions: keys of tokens, and those of prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Iterator

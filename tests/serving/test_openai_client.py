@@ -1,7 +1,5 @@
 """The official client of OpenAI's API drives every endpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Every field of the request types of the installed client: read, without effect, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, get_args
 

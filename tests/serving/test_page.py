@@ -1,7 +1,5 @@
 """The page of the server in a real browser: a chat that streams, stops, and is there again."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 r"""Arguments of calls as Python writes them: the values of Python's own literals, or no call."""
 
-from __future__ import annotations
-
 import ast
 import json
 import warnings

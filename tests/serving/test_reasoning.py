@@ -1,7 +1,5 @@
 """``ReasoningFormat``: thoughts and answers told apart, whole and in pieces."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Bodies to arguments of the engine, and tokens to texts; no server is needed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``lmdecode serve`` as a process: its start, its end, and what a store keeps."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Endpoints of the server, by a client of HTTP: answers, streams, errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Transcriptions by the official client: five formats, streams, translations, errors."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

@@ -1,7 +1,5 @@
 """Models with their tokenizers and templates: what they are called, how they end, what fails."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

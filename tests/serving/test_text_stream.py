@@ -1,7 +1,5 @@
 """The text of tokens as they come is that of all of them."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

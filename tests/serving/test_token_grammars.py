@@ -1,7 +1,5 @@
 """``GrammarCompiler``: what grammars allow, what is refused, and how long that takes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Tokenizers of folders and GGUF files: the tokens and texts of transformers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """``ToolFormat``: calls in the texts of each family, whole, in pieces, and damaged."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Grammars of calls of tools: what they force, what they let through, what is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``LMDECODE_DRAWN_CALLS`` is how many texts are drawn for each format.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Small tokenizers of every kind of decoder that models have."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Transcribers of small random Whisper models."""
 
-from __future__ import annotations
-
 import functools
 import wave
 from pathlib import Path

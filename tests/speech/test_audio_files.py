@@ -1,7 +1,5 @@
 """Sounds from files, arrays and tensors."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

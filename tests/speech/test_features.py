@@ -1,7 +1,5 @@
 """Features against transformers' extractor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import WhisperFeatureExtractor

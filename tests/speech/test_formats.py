@@ -1,7 +1,5 @@
 """Transcripts as text, JSON and subtitles."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a ``Transcriber`` is made of: saved models without transformers, tokenizers, refusals."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Wrong arguments: the error names the argument, what came and what was expected."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules of a window's text: penalties of logits, of what the window generates, and times."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

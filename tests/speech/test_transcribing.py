@@ -1,7 +1,5 @@
 """``Transcriber`` on random models: the tokens of transformers, windows in any batch, ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Speech alone is transcribed: with a detector that answers what a test wants."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """Windows to pieces, and long sounds to parts."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

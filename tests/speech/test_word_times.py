@@ -1,7 +1,5 @@
 """The rules by which words and segments get their times."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

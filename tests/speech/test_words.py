@@ -1,7 +1,5 @@
 """Times of tokens as those of transformers, and words."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

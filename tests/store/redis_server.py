@@ -1,7 +1,5 @@
 """A Redis server of the tests' own, and what may stand between it and a store."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What tests of the second tier share: tokens, a store that has written them, its figures."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Caches whose every number follows from the tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 

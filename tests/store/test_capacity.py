@@ -1,7 +1,5 @@
 """Room: the hard limit, what is evicted first, time to live, pins, quotas, the two queues."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

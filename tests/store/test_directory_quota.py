@@ -1,7 +1,5 @@
 """One limit for all fingerprints of a directory, on what their files take on the disk."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

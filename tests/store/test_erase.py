@@ -1,7 +1,5 @@
 """Erasing: what is gone, what stays, and what the files hold afterwards."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path

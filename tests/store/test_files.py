@@ -1,7 +1,5 @@
 """What lies on disk, who may use it, and what becomes of stores that cannot be used."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal

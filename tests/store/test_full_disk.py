@@ -1,7 +1,5 @@
 """A file system that is full, mounted for the test where this user may do so."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

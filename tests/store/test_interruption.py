@@ -1,7 +1,5 @@
 """Ctrl-C and callbacks that raise in long calls, and threads that outlive the interpreter."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Several processes write one store: what each sees, and what is left when one is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import struct

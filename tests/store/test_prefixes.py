@@ -1,7 +1,5 @@
 """put, lookup and load: exact prefixes at any length, the longest stored one, never another's."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Quantised caches: int8 and float8 numbers, with a scale for each key and value of a head."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

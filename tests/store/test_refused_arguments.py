@@ -1,7 +1,5 @@
 """Paths and tensors that the store refuses before it opens or reads anything."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The second tier against a real redis-server: shared entries, and what a server may do to them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

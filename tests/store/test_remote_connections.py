@@ -1,7 +1,5 @@
 """How the second tier is reached: passwords, TLS, sockets, clusters; and where there is none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

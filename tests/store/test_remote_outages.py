@@ -1,7 +1,5 @@
 """The second tier where the server goes, stalls or talks nonsense: the store goes on without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

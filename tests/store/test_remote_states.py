@@ -1,7 +1,5 @@
 """The second tier of stores with states: entries with a state, entries without, the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

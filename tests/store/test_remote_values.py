@@ -1,7 +1,5 @@
 """Keys and values of the second tier: what a server may do to them is noticed."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

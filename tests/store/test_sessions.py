@@ -1,7 +1,5 @@
 """Sessions: the two answers of step, interleaving, resuming, forking, rewinding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

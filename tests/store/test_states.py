@@ -1,7 +1,5 @@
 """States: what layers without keys and values keep, found where a prefix was stored alone."""
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Sequence

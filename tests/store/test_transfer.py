@@ -1,7 +1,5 @@
 """backup, export, import, verify, and the commands of ``python -m lmdecode.store``."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

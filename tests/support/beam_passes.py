@@ -1,7 +1,5 @@
 """A step of ``BeamSearch`` by the ops that ``beam_search_step_`` is made of, once a pass."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

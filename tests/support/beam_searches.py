@@ -1,7 +1,5 @@
 """Requests for ``BeamSearch``, a language model in a table, a driver: for tests and benchmarks."""
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Callable, Hashable, Sequence

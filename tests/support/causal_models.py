@@ -1,7 +1,5 @@
 """Tiny random decoder-only models of every architecture, which exercise each of its switches."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ops of a decoder's step on the CPU: the reference, for tests of the loop of a device."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Models that draft for others, which they nearly equal."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of GGUF files that tests write: their tokens, and that they are refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

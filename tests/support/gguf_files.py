@@ -1,7 +1,5 @@
 """GGUF files of tiny random models, written by the package gguf as llama.cpp's converter does."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from pathlib import Path
 from typing import Any

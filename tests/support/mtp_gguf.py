@@ -1,7 +1,5 @@
 """GGUF files with the block that predicts further tokens, as llama.cpp's converter writes it."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of models with weights that predict further tokens, and these in plain torch."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

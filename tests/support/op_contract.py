@@ -5,8 +5,6 @@ where it is neither of these: a TypeError if the message says what type came, ot
 ValueError. The pattern names the row in the list of tests.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

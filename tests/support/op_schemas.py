@@ -1,7 +1,5 @@
 """What csrc/bindings/op_schemas.h says: where an op is registered, and nowhere else."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

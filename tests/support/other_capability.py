@@ -1,7 +1,5 @@
 """Processes whose kernels are of another CPU capability than this one's."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -6,8 +6,6 @@ first call of an op, so they may be others. Tests of imports, of variables that 
 it is loaded, of memory taken and of the end of an interpreter need ``subprocess`` instead.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Random calls of the ops, seeded and reproducible: shared by tests and benchmarks."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@
 the torch and the transformers that are installed.
 """
 
-from __future__ import annotations
-
 import datetime
 import re
 from importlib import metadata

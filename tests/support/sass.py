@@ -1,7 +1,5 @@
 """What ``cuobjdump`` says of CUDA kernels: registers, stacks, instructions of their loops."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections import Counter

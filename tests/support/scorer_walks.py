@@ -1,7 +1,5 @@
 """Random beam searches for the scorers: two scorers walk through one and must agree in all."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

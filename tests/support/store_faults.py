@@ -1,7 +1,5 @@
 """What happens to stores: processes that are killed, calls that do something else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

@@ -1,7 +1,5 @@
 """Tiny models of transformers with random weights: one of each kind of cache and attention."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of wheels that tests need and nobody installs, kept in build/ from run to run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

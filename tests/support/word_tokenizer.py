@@ -1,7 +1,5 @@
 """A tokenizer for tests: one word a token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``BeamSearch`` with the dialect "scorer" gives what transformers 4.38.2 does, groups included."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import warnings

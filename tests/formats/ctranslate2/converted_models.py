@@ -1,7 +1,5 @@
 """Tiny random models of transformers, and CTranslate2's own conversion of them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """Bytes of a ``model.bin``, written here: as CTranslate2 writes them, or with a lie in them."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from typing import Any

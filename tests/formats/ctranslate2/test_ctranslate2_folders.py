@@ -1,7 +1,5 @@
 """Folders of CTranslate2: configs, vocabularies and tokenizers; and folders that are wrong."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -3,8 +3,6 @@
 ``LMDECODE_DRAWN_FOLDERS`` is how many folders of random weights are tried with all options.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

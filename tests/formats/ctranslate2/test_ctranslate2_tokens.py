@@ -1,7 +1,5 @@
 """Tokens of folders of CTranslate2: its own, and transformers' with the original weights."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

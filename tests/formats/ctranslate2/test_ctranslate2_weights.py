@@ -1,7 +1,5 @@
 """Weights of converted models: those of the original, or what their quantization made of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The reader of ``model.bin``: what it reads, and files that are damaged or lie."""
 
-from __future__ import annotations
-
 import random
 import struct
 import tracemalloc

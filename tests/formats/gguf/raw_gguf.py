@@ -1,7 +1,5 @@
 """GGUF files made of bytes, where a test wants them to be wrong."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Sequence
 

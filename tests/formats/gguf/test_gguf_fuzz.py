@@ -1,7 +1,5 @@
 """Damaged GGUF files: any of them is read, or refused with a ValueError, within little memory."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

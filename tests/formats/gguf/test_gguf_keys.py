@@ -1,7 +1,5 @@
 """Entries below an architecture's name: each is read, known to have no effect, or refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

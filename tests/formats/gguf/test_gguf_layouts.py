@@ -1,7 +1,5 @@
 """GGUF files of models of 2026: types of tensors, other layouts, layers that are left aside."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

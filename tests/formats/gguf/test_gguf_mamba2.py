@@ -1,7 +1,5 @@
 """GGUF files with layers of Mamba-2: logits, other layouts, metadata that make no sense."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoding.from_pretrained() of GGUF files of every architecture: the tokens of the models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

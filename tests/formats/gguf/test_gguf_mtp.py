@@ -1,7 +1,5 @@
 """The block of a GGUF file that predicts further tokens: against transformers' layers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The reader of GGUF files: what it gives of good ones, and what it says of bad ones."""
 
-from __future__ import annotations
-
 import re
 import struct
 from array import array as numbers

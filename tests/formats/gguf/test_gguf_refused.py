@@ -1,7 +1,5 @@
 """GGUF files that are no model which there is: what Decoding.from_pretrained() says of them."""
 
-from __future__ import annotations
-
 import re
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers inside of GGUF files: their tokens, their flags, and what is wrong with others."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Blocks in a store: what they are, what is found, and what happens where the store cannot."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """Imports of ``lmdecode.integrations.ray`` for tests that need no Ray."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

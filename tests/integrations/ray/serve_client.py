@@ -1,7 +1,5 @@
 """A cluster with Ray Serve, and a client of it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

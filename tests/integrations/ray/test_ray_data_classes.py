@@ -1,7 +1,5 @@
 """The classes for Ray Data, called as its actors call them; no Ray is needed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

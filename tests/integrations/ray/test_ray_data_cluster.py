@@ -1,7 +1,5 @@
 """Ray Data on a cluster of two nodes in one machine; a node is killed in the middle of a job."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

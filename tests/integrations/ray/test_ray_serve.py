@@ -1,7 +1,5 @@
 """Completions by Ray Serve: streams, clients that are slow or go, a replica that is killed."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

@@ -1,7 +1,5 @@
 """Chats of Ray Serve in a store: replicas of a node share a folder, nodes a Redis."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import shutil

@@ -1,7 +1,5 @@
 """SGLang's modules on a CPU: they import torchvision, of which no build for CPUs is on PyPI."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from importlib.abc import Loader, MetaPathFinder

@@ -1,7 +1,5 @@
 """The sampling backend: SGLang's support, its distribution, seeds, and what it hands on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

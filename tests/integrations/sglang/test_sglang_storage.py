@@ -1,7 +1,5 @@
 """HiCache's storage: pages come back bit for bit, in the place of a pool, after a restart."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace

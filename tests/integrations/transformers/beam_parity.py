@@ -1,7 +1,5 @@
 """transformers' own beam search as an oracle, and the comparison with it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Caches of each kind with random states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fixtures of these tests: the tiny models, prompts, and spies on warpers and on reorders."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

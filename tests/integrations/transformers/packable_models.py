@@ -1,7 +1,5 @@
 """A tiny random model of each type that transformers generates text with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Models and stores of the tests of ``generate_with_store``."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Models, stores and calls of the tests of ``Decoding.generate`` with a store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

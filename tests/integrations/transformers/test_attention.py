@@ -1,7 +1,5 @@
 """``attn_implementation="lmdecode"`` against eager attention, with every cache."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Caches for beam search in ``generate()``: the beams are those of transformers' own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Layers of the caches for beam search: equal to transformers' own, and written in place."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

@@ -1,7 +1,5 @@
 """Candidates from whole rows of log-probabilities: their order, ties, and where there are none."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

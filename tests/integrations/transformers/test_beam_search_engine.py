@@ -1,7 +1,5 @@
 """``BeamSearch`` gives what ``generate(num_beams=...)`` of this transformers gives."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Group and constrained beam search against transformers 4.38.2, which had them last of its own."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Which logits processors of a beam search become arguments of the op, and that it is the same."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The step-by-step comparison with transformers: no difference, and each kind of difference."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """``reorder_beams``, ``beam_cache`` and ``expand_beams`` on every kind of cache."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

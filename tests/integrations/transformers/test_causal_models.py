@@ -1,7 +1,5 @@
 """Decoder-only models as a config and weights: with the reference they give the models' logits."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

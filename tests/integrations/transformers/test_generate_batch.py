@@ -1,7 +1,5 @@
 """Continuous batching: the texts of ``generate()``, whatever else is in the batch."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Options of ``generate_batch``: each has its effect of ``generate()``, or is refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``generate(custom_generate=beam_search)`` against the beam search of transformers 5."""
 
-from __future__ import annotations
-
 import functools
 import types
 

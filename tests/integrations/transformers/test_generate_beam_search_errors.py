@@ -1,7 +1,5 @@
 """``generate(custom_generate=beam_search)``: what it refuses, and scores that leave no token."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

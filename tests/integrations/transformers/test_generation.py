@@ -1,7 +1,5 @@
 """``generate(custom_generate=sample)``: greedy search, stopping, streaming, errors."""
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

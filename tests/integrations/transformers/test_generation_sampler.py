@@ -1,7 +1,5 @@
 """``generate(custom_generate=sample)`` with penalties, bans and filters that a ``Sampler`` does."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """``generate(do_sample=True, custom_generate=sample)``: noise, distribution, scores, fusion."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -3,8 +3,6 @@
 The models are float64, so that logits rounded to float32 are the same for one token and several.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``GrammarLogitsProcessor``: by ``sample``, by stock ``generate()``, and by hand."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

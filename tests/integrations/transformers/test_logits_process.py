@@ -1,7 +1,5 @@
 """``TopKTopPLogitsProcessor`` against the warpers of transformers themselves."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Tensors of logits processors that are changed in place between the steps of a search."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LogitsProcessorList

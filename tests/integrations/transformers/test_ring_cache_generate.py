@@ -1,7 +1,5 @@
 """What ``generate()`` offers beside its plain loops, on the ring caches, against eager."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

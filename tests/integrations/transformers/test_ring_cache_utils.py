@@ -1,7 +1,5 @@
 """The layers of ring caches against those of transformers, call by call."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``reorder_beams`` where requests come and go: more or fewer rows than before."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache

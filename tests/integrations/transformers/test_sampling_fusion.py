@@ -1,7 +1,5 @@
 """Which processors are fused, and that fusing them changes no distribution."""
 
-from __future__ import annotations
-
 import math
 import random
 

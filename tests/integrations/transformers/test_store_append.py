@@ -1,7 +1,5 @@
 """``append=True``, texts that do not continue their session, and sessions that are not there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Between stores and caches: what is read goes on as what was written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

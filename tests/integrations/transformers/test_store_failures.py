@@ -1,7 +1,5 @@
 """What belongs to others never hits, and what a store cannot do never changes a text."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """``generate_with_store``: the same text and logits, whatever was stored, lost or shared."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref

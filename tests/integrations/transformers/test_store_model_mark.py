@@ -1,7 +1,5 @@
 """Another model of the same shape never meets a store's keys and values without a word."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Processes that are killed while they answer: another one goes on, to the last bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

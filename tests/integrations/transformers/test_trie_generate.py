@@ -1,7 +1,5 @@
 """``generate()`` held to a ``Trie``: transformers' own with its ``prefix_allowed_tokens_fn``."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models with sliding windows, ``generate()`` on every cache, and the comparison of runs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ whether by ``AsyncLLM``, in processes of its own; "searches", prompts
 and arguments of ``beam_search``. The last line of the output is JSON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Engines of vLLM in processes of their own, for tests that ``make test-vllm`` runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Beam search over the best log-probabilities, with a stand-in of vLLM's engine."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The connector against a stand-in of vLLM's scheduler and worker, without vLLM."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator

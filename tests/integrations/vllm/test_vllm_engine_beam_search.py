@@ -1,7 +1,5 @@
 """Beam search in vLLM's engine, on the shipped model, against transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

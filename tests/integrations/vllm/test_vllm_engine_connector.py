@@ -1,7 +1,5 @@
 """vLLM's KV cache on disk, in vLLM's engine, on the shipped model: processes that come and go."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

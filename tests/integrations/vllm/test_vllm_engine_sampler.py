@@ -1,7 +1,5 @@
 """The sampler's plug-in in vLLM's engine, on the shipped model."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

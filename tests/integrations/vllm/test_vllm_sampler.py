@@ -1,7 +1,5 @@
 """The sampler's plug-in against a stand-in of vLLM's sampler, without vLLM."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

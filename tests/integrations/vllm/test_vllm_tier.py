@@ -1,7 +1,5 @@
 """The tier of vLLM's offloading: chunks between main memory and disk, by vLLM's own factory."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Stand-ins of what the connector uses of vLLM: modules, configuration, scheduler and worker."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
