@@ -34,10 +34,7 @@ def find_library(name: str) -> Path | None:
 
 
 LIBRARIES = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(find_library(name) is None, reason="not built"),
-    )
+    pytest.param(name, marks=pytest.mark.skipif(find_library(name) is None, reason="not built"))
     for name in ("_C", "_C_cuda")
 ]
 

@@ -217,10 +217,7 @@ def test_window_demo_fails_where_greedy_ids_differ(
     ],
 )
 def test_window_demo_needs_a_model_with_a_window(
-    tmp_path: Path,
-    refused: Callable[..., str],
-    options: dict[str, object],
-    message: str,
+    tmp_path: Path, refused: Callable[..., str], options: dict[str, object], message: str
 ) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 

@@ -114,11 +114,7 @@ CALLS = [
         "redis",
         "from lmdecode.store import Remote; Remote(url='redis://localhost').connector()",
     ),
-    (
-        "matplotlib",
-        "demo-all",
-        "from lmdecode.demo._common import pyplot; pyplot()",
-    ),
+    ("matplotlib", "demo-all", "from lmdecode.demo._common import pyplot; pyplot()"),
 ]
 
 

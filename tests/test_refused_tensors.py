@@ -85,10 +85,7 @@ def test_what_is_not_dense_gets_an_error_that_names_it(name: str, index: int) ->
 CPU_ONLY = {schema.name for schema in op_schemas() if schema.is_cpu_only}
 
 
-@pytest.mark.parametrize(
-    ("name", "index"),
-    [(n, i) for n, i in TENSOR_ARGUMENTS if n in CPU_ONLY],
-)
+@pytest.mark.parametrize(("name", "index"), [(n, i) for n, i in TENSOR_ARGUMENTS if n in CPU_ONLY])
 def test_cuda_tensors_where_there_is_no_cuda_kernel(name: str, index: int) -> None:
     """A fake tensor says that it is on cuda, and needs no GPU; the kernel is the one for CUDA."""
     with FakeTensorMode():

@@ -113,10 +113,7 @@ CONTRACTS = [
     ),
     Contract(
         "merge_attention_states",
-        {
-            "dense": lambda: merged(2, 4, 5, 16),
-            "ragged": merged_ragged,
-        },
+        {"dense": lambda: merged(2, 4, 5, 16), "ragged": merged_ragged},
         strided=(0, 1, 2, 3),
         many=lambda: [merged(4, 8, 300, 64)],
         rows=(0, 1, 2, 3),

@@ -9,11 +9,7 @@ from lmdecode import merge_attention_states as merge
 from lmdecode import sliding_window_attention as attend
 from lmdecode.reference import merge_attention_states as reference
 from tests.attention.attention_cases import DTYPES, normal
-from tests.support.op_contract import (
-    WrongCall,
-    assert_op_refuses,
-    wrong_calls,
-)
+from tests.support.op_contract import WrongCall, assert_op_refuses, wrong_calls
 
 INF = float("inf")
 

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode import (
-    BeamParameters,
-    BeamState,
-    BeamStep,
-    beam_parameters,
-    new_beam_state,
-)
+from lmdecode import BeamParameters, BeamState, BeamStep, beam_parameters, new_beam_state
 
 DIALECTS = ("generate", "scorer", "fairseq")
 EARLY_STOPPING = (False, True, "never")

@@ -4,12 +4,7 @@ from typing import Any
 
 import pytest
 
-from lmdecode import (
-    Constraint,
-    ConstraintListState,
-    DisjunctiveConstraint,
-    PhrasalConstraint,
-)
+from lmdecode import Constraint, ConstraintListState, DisjunctiveConstraint, PhrasalConstraint
 from lmdecode.beam.scorers.constraint_progress import _Automaton, _Replay
 from tests.support.scorer_walks import random_constraints
 

@@ -98,10 +98,7 @@ def test_scorer_takes_the_last_of_equal_scores_and_adds_end_tokens() -> None:
     state.done.fill_(1)
     final = beam_finalize(state, parameters, 2, dialect="scorer")
     assert final.places.tolist() == [[0, 2], [1, -1]]
-    assert final.sequences.tolist() == [
-        [[1, 2, 9, 70], [3, 9, 70, 70]],
-        [[4, 5, 6, 8], [71] * 4],
-    ]
+    assert final.sequences.tolist() == [[[1, 2, 9, 70], [3, 9, 70, 70]], [[4, 5, 6, 8], [71] * 4]]
     assert final.lengths.tolist() == [[2, 1], [3, 0]]
 
 

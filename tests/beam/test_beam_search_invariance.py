@@ -9,12 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmdecode import BeamRequest, BeamSearch
-from tests.support.beam_searches import (
-    TableModel,
-    assert_same_result,
-    random_request,
-    run_requests,
-)
+from tests.support.beam_searches import TableModel, assert_same_result, random_request, run_requests
 
 VOCAB = 13
 

@@ -11,12 +11,7 @@ import lmdecode
 from lmdecode import BeamCandidates, log_softmax_top_k
 from lmdecode.reference import log_softmax_top_k as reference
 from tests.support.cases import BeamCase, assert_same_bits
-from tests.support.op_contract import (
-    WrongCall,
-    assert_refused,
-    by_argument,
-    wrong_calls,
-)
+from tests.support.op_contract import WrongCall, assert_refused, by_argument, wrong_calls
 from tests.support.random_cases import beam_cases
 from tests.support.random_tensors import randn
 

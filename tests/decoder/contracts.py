@@ -121,26 +121,10 @@ CONTRACTS = [
         is_slow=True,
         compiles=False,
     ),
-    Contract(
-        "decoding_read_memory_",
-        {"two memories": read_memory},
-        compiles=False,
-    ),
-    Contract(
-        "faster_transformer_decoding_",
-        {"three beams": faster_transformer},
-        compiles=False,
-    ),
-    Contract(
-        "decoder_layer",
-        {"two rows": decoder_layer},
-        compiles=False,
-    ),
-    Contract(
-        "encoder_forward",
-        {"four sequences": encoder_forward},
-        compiles=False,
-    ),
+    Contract("decoding_read_memory_", {"two memories": read_memory}, compiles=False),
+    Contract("faster_transformer_decoding_", {"three beams": faster_transformer}, compiles=False),
+    Contract("decoder_layer", {"two rows": decoder_layer}, compiles=False),
+    Contract("encoder_forward", {"four sequences": encoder_forward}, compiles=False),
     Contract(
         "gather_tree",
         {

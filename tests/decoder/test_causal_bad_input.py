@@ -95,11 +95,7 @@ Change = Callable[[Any], Any]
         (TOKENS, lambda t: torch.cat((t, t[:1])), "tokens has 9 entries; expected 8"),
         (TOKENS, strided, "tokens has strides; expected a contiguous tensor"),
         (ENTRIES, lambda e: e.int(), "entries has dtype int32; expected int64"),
-        (
-            ENTRIES,
-            lambda e: e.view(-1),
-            r"entries has shape \[8\]; .* \[entries, 4\]",
-        ),
+        (ENTRIES, lambda e: e.view(-1), r"entries has shape \[8\]; .* \[entries, 4\]"),
         (ENTRIES, lambda e: e[:, :3].contiguous(), r"entries has shape \[2, 3\]; expected \[-1, 4"),
         (ENTRIES, strided, "entries has strides; expected a contiguous tensor"),
         (NUM_LOGITS, lambda n: n + 1, "num_logits is 4; expected 3, as entries say"),

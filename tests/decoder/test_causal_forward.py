@@ -28,12 +28,7 @@ from tests.decoder.causal_steps import (
     step,
     wide,
 )
-from tests.support.causal_models import (
-    CASES,
-    VOCAB,
-    WINDOW,
-    random_tokens,
-)
+from tests.support.causal_models import CASES, VOCAB, WINDOW, random_tokens
 from tests.support.op_contract import on_threads
 
 LENGTH = 6 * WINDOW + 3

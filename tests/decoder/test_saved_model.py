@@ -218,10 +218,7 @@ def _take_qkv_for_logits(manifest: dict[str, Any]) -> None:
         (lambda m: m["weights"].update(file="no.bin"), "has nothing in no.bin instead of"),
         (lambda m: m["facts"].update(embedding_format=4), "other weights .*embedding_format is 4"),
         (lambda m: m["facts"].update(max_positions=9), "other weights .*num_positions is 9"),
-        (
-            lambda m: m["facts"]["layer_offsets"][1].__setitem__(2, 1 << 40),
-            "other weights .*qkv",
-        ),
+        (lambda m: m["facts"]["layer_offsets"][1].__setitem__(2, 1 << 40), "other weights .*qkv"),
         (_take_qkv_for_logits, r"other weights .*logits is a weight of shape \["),
         (lambda m: m["facts"]["model_offsets"].__setitem__(5, -1), "other weights .*repack_linear"),
     ],

@@ -117,10 +117,7 @@ CONTRACTS = [
     ),
     Contract(
         "ring_cache_append_",
-        {
-            "a position": lambda: appended(9),
-            "positions": lambda: appended(integers(0, 6)),
-        },
+        {"a position": lambda: appended(9), "positions": lambda: appended(integers(0, 6))},
         strided=(2, 3, 4),
         many=large_append,
         reference=reference.ring_cache_append_,

@@ -170,11 +170,7 @@ CONTRACTS = [
         strided=(0, "lengths"),
         rows=(0, "lengths"),
     ),
-    Contract(
-        "sampler_insert_",
-        {"a sequence": insert},
-        compiles=False,
-    ),
+    Contract("sampler_insert_", {"a sequence": insert}, compiles=False),
     Contract(
         "sampler_accept_",
         {"two tokens": lambda: of_rows(OPS.sampler_accept_, *SIZES, 0, torch.tensor([4, 5]))},
@@ -185,19 +181,7 @@ CONTRACTS = [
         {"nothing": lambda: of_rows(OPS.sampler_rewind_, *SIZES, 0, 0)},
         compiles=False,
     ),
-    Contract(
-        "sampler_copy_",
-        {"larger rows": copy_rows},
-        compiles=False,
-    ),
-    Contract(
-        "sampler_step_",
-        {"two rows": choose},
-        compiles=False,
-    ),
-    Contract(
-        "sampler_verify_",
-        {"two rows": verify},
-        compiles=False,
-    ),
+    Contract("sampler_copy_", {"larger rows": copy_rows}, compiles=False),
+    Contract("sampler_step_", {"two rows": choose}, compiles=False),
+    Contract("sampler_verify_", {"two rows": verify}, compiles=False),
 ]

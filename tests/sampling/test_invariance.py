@@ -123,9 +123,7 @@ def test_no_input_gives_nonsense(row: list[float], parameters: dict[str, object]
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
-    row=st.lists(LEVELS, min_size=1, max_size=40),
-    parameters=PARAMETERS,
-    extra=st.integers(1, 40),
+    row=st.lists(LEVELS, min_size=1, max_size=40), parameters=PARAMETERS, extra=st.integers(1, 40)
 )
 def test_filtered_tokens_do_not_matter(
     row: list[float], parameters: dict[str, object], extra: int

@@ -44,9 +44,7 @@ LLAMA_STAGES: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
         p["xtc_probability"], p["xtc_threshold"], 1, 1
     ),
     "temperature": lambda lib, p: lib.llama_sampler_init_temp_ext(
-        p["temperature"],
-        p["dynamic_temperature_range"],
-        p["dynamic_temperature_exponent"],
+        p["temperature"], p["dynamic_temperature_range"], p["dynamic_temperature_exponent"]
     ),
     "mirostat": lambda lib, p: lib.llama_sampler_init_mirostat_v2(1, p["mirostat_tau"], 0.1),
 }

@@ -135,8 +135,7 @@ asked = st.one_of(
         st.tuples(
             st.just("/v1/completions"),
             st.fixed_dictionaries(
-                {"prompt": prompt},
-                optional={"echo": st.just(True), "logprobs": st.integers(0, 3)},
+                {"prompt": prompt}, optional={"echo": st.just(True), "logprobs": st.integers(0, 3)}
             ),
         )
         for prompt in (words, words, FIELDS["prompt"])

@@ -5,15 +5,7 @@ import random
 
 import pytest
 
-from lmdecode.serving.gbnf import (
-    Alternatives,
-    Chars,
-    Node,
-    Reference,
-    Repeated,
-    Row,
-    rules_of,
-)
+from lmdecode.serving.gbnf import Alternatives, Chars, Node, Reference, Repeated, Row, rules_of
 from lmdecode.serving.grammar import GrammarCompiler
 from lmdecode.serving.tokenizer import Tokenizer
 from tests.serving.grammar_cases import KJV, accepts, allowed, compiler_of

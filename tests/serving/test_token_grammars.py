@@ -16,15 +16,7 @@ from lmdecode.serving.grammar_source import GrammarSource, choice, json_object, 
 from lmdecode.serving.reasoning import ReasoningFormat
 from lmdecode.serving.tokenizer import Tokenizer
 from lmdecode.serving.tool_calls import FORMATS
-from tests.serving.grammar_cases import (
-    KJV,
-    SCHEMAS,
-    TOOLS,
-    accepts,
-    allowed,
-    compiler_of,
-    written,
-)
+from tests.serving.grammar_cases import KJV, SCHEMAS, TOOLS, accepts, allowed, compiler_of, written
 from tests.serving.tokenizer_kinds import KINDS, tokenizer_of
 
 VOCAB = 4101  # more than the tokenizer has

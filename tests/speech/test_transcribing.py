@@ -7,13 +7,7 @@ import torch
 
 from lmdecode.speech import Transcriber
 from lmdecode.speech.window_decoder import WindowDecoder, _compression_ratio
-from tests.decoder.whisper_models import (
-    FIRST_TIMESTAMP,
-    PREVIOUS,
-    SECONDS,
-    long_audio,
-    short_audio,
-)
+from tests.decoder.whisper_models import FIRST_TIMESTAMP, PREVIOUS, SECONDS, long_audio, short_audio
 from tests.speech.models import EASY, sound, transcriber, transcriber_pair
 
 

@@ -215,9 +215,7 @@ def test_a_later_put_fills_a_window_in(open_store: Open) -> None:
     assert same(store.load(store.lookup(LONG)), windowed(LONG, 10, 9))
 
 
-def test_a_shorter_prefix_is_found_behind_a_longer_one_without_its_window(
-    open_store: Open,
-) -> None:
+def test_a_shorter_prefix_is_found_behind_a_longer_one_without_its_window(open_store: Open) -> None:
     store = open_store(fingerprint=fingerprint(window=(None, 4, None)))
     # Both end in the same slot's chunk, and only the shorter one has what its length needs.
     for length in (26, 31):

@@ -96,12 +96,7 @@ BAD_ENTRIES: list[tuple[tuple[str, str], str, Any, str]] = [
         96,
         "blk.0.ssm_in.weight of 176 rows; expected 240, of 96 features",
     ),
-    (
-        FALCON,
-        "ssm.inner_size",
-        _HUGE,
-        "for falcon-h1.ssm.inner_size; expected at most 142, the la",
-    ),
+    (FALCON, "ssm.inner_size", _HUGE, "for falcon-h1.ssm.inner_size; expected at most 142, the la"),
     (EXPERTS, "ssm.time_step_rank", 7, "has 7 heads of Mamba-2; expected a divisor of 64"),
     (
         EXPERTS,

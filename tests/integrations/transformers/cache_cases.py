@@ -21,8 +21,7 @@ PARENTS = torch.tensor([1, 1, 0, 3])
 
 def hybrid_config() -> Any:
     return transformers.Lfm2Config(
-        **{**LLAMA_LIKE, "num_hidden_layers": 3},
-        layer_types=["conv", "full_attention", "conv"],
+        **{**LLAMA_LIKE, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"]
     )
 
 

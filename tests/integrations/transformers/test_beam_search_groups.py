@@ -14,10 +14,7 @@ from generate_with_4_38 import ForbidTokens
 from transformers import LogitsProcessorList
 
 import lmdecode
-from lmdecode.integrations.transformers import (
-    HammingDiversityLogitsProcessor,
-    beam_search,
-)
+from lmdecode.integrations.transformers import HammingDiversityLogitsProcessor, beam_search
 from lmdecode.integrations.transformers.beam import group_search
 from tests.support.tiny_models import build_model, model_arguments
 
@@ -329,11 +326,7 @@ def test_every_result_holds_the_words(make_model, prompts):
     out = generated(
         model,
         {"input_ids": prompts},
-        {
-            "num_beams": 6,
-            "max_new_tokens": 20,
-            "force_words_ids": [[30, 31], [[40, 41], [50, 51]]],
-        },
+        {"num_beams": 6, "max_new_tokens": 20, "force_words_ids": [[30, 31], [[40, 41], [50, 51]]]},
     )
     for row in out.sequences.tolist():
         pairs = set(itertools.pairwise(row))

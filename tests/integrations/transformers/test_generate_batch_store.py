@@ -12,11 +12,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from window_models import VOCAB, build_window_model
 
-from lmdecode.integrations.transformers import (
-    BatchingManager,
-    generate_batch,
-    generate_with_store,
-)
+from lmdecode.integrations.transformers import BatchingManager, generate_batch, generate_with_store
 from lmdecode.store import Fingerprint, FingerprintMismatchError, KVStore
 
 PAGE = 16

@@ -47,11 +47,7 @@ def test_a_streamer_is_refused(llama, prompts):
 
     with pytest.raises(ValueError, match=r"^streamer: expected None for beam search"):
         llama.generate(
-            prompts,
-            num_beams=2,
-            max_new_tokens=3,
-            streamer=Streamer(),
-            custom_generate=beam_search,
+            prompts, num_beams=2, max_new_tokens=3, streamer=Streamer(), custom_generate=beam_search
         )
 
 

@@ -184,9 +184,7 @@ def test_tokens_do_not_depend_on_who_does_it(llama, padded_prompts, do_sample, m
 
     fused = run()
     monkeypatch.setattr(
-        loop,
-        "fuse_sampling",
-        lambda processors, sampled, _: fuse_sampling(processors, sampled),
+        loop, "fuse_sampling", lambda processors, sampled, _: fuse_sampling(processors, sampled)
     )
     assert torch.equal(run(), fused)
 

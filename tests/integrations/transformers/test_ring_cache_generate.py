@@ -6,15 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from window_models import (
-    CACHES,
-    LLAMA_LIKE,
-    Run,
-    assert_equal_runs,
-    expected,
-    generate,
-    prompts,
-)
+from window_models import CACHES, LLAMA_LIKE, Run, assert_equal_runs, expected, generate, prompts
 
 from lmdecode.integrations.transformers import (
     DynamicRingCache,

@@ -13,16 +13,7 @@ import torch
 pytest.importorskip("lmdecode.store")
 
 import transformers
-from store_models import (
-    CHUNK,
-    SHIPPED,
-    answer,
-    converse,
-    fingerprint_of,
-    ids,
-    model_of,
-    store_of,
-)
+from store_models import CHUNK, SHIPPED, answer, converse, fingerprint_of, ids, model_of, store_of
 
 from lmdecode.store import Fingerprint, KVStore, StoreError, StoreLockedError
 from tests.support.store_faults import replaced_call
