@@ -1,7 +1,4 @@
-"""What the compiled libraries need and contain.
-
-The op libraries are to run on any torch >= 2.11 and any CPython, the store's module without torch.
-"""
+"""What the compiled libraries need: the ops any torch >= 2.11 and CPython, the store no torch."""
 
 import importlib.util
 import re
@@ -95,10 +92,7 @@ def test_torch_is_reached_through_the_c_shim_alone(name: str) -> None:
 
 @cache
 def shim_versions() -> dict[str, tuple[int, int]]:
-    """Return the version of torch that brought each function of the shim, by torch's headers.
-
-    What is older than the versions that the headers tell apart has (0, 0).
-    """
+    """Return the torch that brought each function of the shim; (0, 0): before its headers tell."""
     folder = Path(torch.__file__).parent / "include" / "torch" / "csrc"
     versions: dict[str, tuple[int, int]] = {}
     for header in (*folder.glob("stable/c/*.h"), *folder.glob("inductor/aoti_torch/c/*.h")):

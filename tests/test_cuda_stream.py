@@ -1,7 +1,4 @@
-"""How a CUDA binding finds the current stream, with a stand-in for torch's libtorch_cuda.so.
-
-torch loads that library for itself alone (RTLD_LOCAL), and a torch without CUDA has none.
-"""
+"""How a CUDA binding finds the current stream, with a stand-in for torch's libtorch_cuda.so."""
 
 import os
 import shutil

@@ -1,8 +1,4 @@
-"""Every op in one graph of torch.compile while sizes and numbers change from call to call.
-
-torch traces a number that has changed as a symbol; with ``dynamic=True`` it does so from the
-beginning, and with sizes.
-"""
+"""Every op in one graph of torch.compile while sizes and numbers change from call to call."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

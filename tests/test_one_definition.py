@@ -99,11 +99,7 @@ def test_all_other_headers_define_each_name_once() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_what_a_source_file_defines_for_itself_is_in_an_unnamed_namespace(path: Path) -> None:
-    """But for plain functions and variables, of which the linker refuses a second definition.
-
-    And but for the types of a C interface, which have no namespace: their names begin with the
-    library's.
-    """
+    """But for functions and variables, which the linker checks, and types of a C interface."""
     unnamed = r"^namespace \{$.*?^\}  // namespace$"  # clang-format marks the end
     code = re.sub(unnamed, "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     found = re.findall(

@@ -1,8 +1,4 @@
-"""What every op keeps: opcheck, fakes, one graph, and bits that depend on a row alone.
-
-A row's results are the same on any number of threads, in any batch, at any CPU capability and with
-any strides. ``tests/<area>/contracts.py`` has the calls.
-"""
+"""What every op keeps: opcheck, fakes, one graph, and bits that depend on a row alone."""
 
 import importlib
 import inspect

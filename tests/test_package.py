@@ -54,10 +54,7 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 
 
 def run_installed(target: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python with lmdecode from a folder, be it installed in this environment or not.
-
-    -S skips the import hook of an editable install, which goes before PYTHONPATH.
-    """
+    """Run Python with lmdecode from a folder; -S skips the import hook of an editable install."""
     paths = dict.fromkeys((str(target), *(sysconfig.get_path(p) for p in ("purelib", "platlib"))))
     return run(sys.executable, "-S", *arguments, cwd=cwd, PYTHONPATH=os.pathsep.join(paths))
 
@@ -276,10 +273,7 @@ def installed_for(requirement: Requirement) -> Iterator[importlib.metadata.Distr
 
 
 def environment(folder: Path, wheel: Path, extra: str) -> Path:
-    """Return the programs of an environment that ``pip install "lmdecode...whl[extra]"`` makes.
-
-    Packages other than lmdecode are links to those of this environment.
-    """
+    """Return the programs of an environment with the wheel and extra, other packages linked."""
     done = run(sys.executable, "-m", "venv", "--without-pip", str(folder), cwd=folder.parent)
     assert done.returncode == 0, done.stderr
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))

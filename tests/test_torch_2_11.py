@@ -1,7 +1,4 @@
-"""The oldest torch that lmdecode runs with: all that includes torch compiles against its headers.
-
-The build machine has a newer torch. The headers come from a wheel of macOS: the smallest one.
-"""
+"""All that includes torch compiles against the oldest torch's headers, of the small macOS wheel."""
 
 import importlib.util
 import json

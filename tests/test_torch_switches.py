@@ -1,8 +1,4 @@
-"""torch's switches for a whole process reach no result: each case is one of the public API.
-
-Under default device, default dtype, autocast, inference mode and deterministic algorithms a call
-returns what it returns without them. Inputs are made before, with the device and the dtype named.
-"""
+"""torch's switches for a whole process (default device and dtype, autocast ...) reach no result."""
 
 import ast
 import atexit

@@ -90,10 +90,7 @@ class AttentionCase:
 
 
 def plain_torch(case: AttentionCase) -> Tensor:
-    """The same in plain torch, in the dtype of the case: what rounding is to be expected.
-
-    By way of the weights of each sequence, from the float64 scores' masks and biases.
-    """
+    """The same in plain torch, in the dtype of the case: what rounding is to be expected."""
     q, k, v = case.q, case.k, case.v
     o = case.options
     ragged = o.get("cu_seqlens_q") is not None

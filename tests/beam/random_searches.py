@@ -163,10 +163,7 @@ def candidates(search: Search, num_candidates: int | None = None) -> dict[str, A
 def random_search(
     seed: int, check: Callable[[Search, dict[str, Any]], BeamStep], *, kept: bool = True
 ) -> Search:
-    """Drive a random search; ``check(search, arguments)`` makes each step.
-
-    kept: the state keeps the sequences; otherwise every step brings its own.
-    """
+    """Drive a random search; ``check(search, arguments)`` makes each step; kept: by the state."""
     search = new_search(seed)
     generator = _generator(search.choice)
     requests, beams = len(search.slots), search.state.scores.shape[1]

@@ -251,10 +251,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def interrupt(self) -> None:
-        """Press Ctrl-C once the process waits for a line.
-
-        Python loses one that comes between a prompt and the wait for keys, until the next key.
-        """
+        """Press Ctrl-C once the process waits for a line: Python loses one that comes before."""
         stat, waited = Path(f"/proc/{self.process.pid}/stat"), 0
         while waited < 10:
             time.sleep(0.01)

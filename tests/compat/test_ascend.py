@@ -1,8 +1,4 @@
-"""The Ascend ops against references written from their documentation, plainly and in float64.
-
-Where a prefix has a mass within 1e-6 of p the original depends on its rounding: nothing is compared
-there, except at masses that are exact in any arithmetic.
-"""
+"""The Ascend ops against their documentation in float64, save where a mass is within 1e-6 of p."""
 
 import math
 import random

@@ -86,11 +86,7 @@ def doubled(value: Any) -> Any:
 
 
 def decided_result(case: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """Return the result in float64; None where two beams are nearer than float32 can tell.
-
-    64 beams have 64 neighbours at every step. What noise of 3e-6 changes, the order of the
-    additions may change as well, and that is another one on each kind of processor.
-    """
+    """Return the result in float64; None where two beams are nearer than float32 can tell."""
     case = doubled(case)
     expected = faster_transformer_decoding(**case)
     for _ in range(2):

@@ -64,10 +64,7 @@ def _model(architecture: str, weight_format: str) -> PackedCausalModel:
 
 
 def _check(model: PackedCausalModel, in_either_way: bool = True) -> None:
-    """Logits of a text are the same on each number of threads, and in each part of it on one.
-
-    Parts are those that a caller makes, or those that ``max_rows`` makes, or both.
-    """
+    """Logits of a text are the same on any number of threads and in parts."""
     text, tokens = random_tokens(LENGTH), random_tokens(NEW, 1)
 
     def alone() -> tuple[Tensor, list[Tensor]]:

@@ -1,8 +1,4 @@
-"""Errors against float64 are those of torch: of models that make much of the last bits.
-
-Other tests compare two float32 computations of such models. A CPU without FMA rounds each product,
-so there ten of those tests fail, though ours is as near to float64.
-"""
+"""Errors against float64 are those of torch, for models that make much of the last bits."""
 
 import copy
 import math

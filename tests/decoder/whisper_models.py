@@ -21,10 +21,7 @@ TASKS = {"translate": 50358, "transcribe": 50359}
 def make_whisper(
     seed: int = 0, *, english: bool = False, end: float = 1.6, time: float = 1.7
 ) -> Any:
-    """Return a model that ends its texts, and is sure of the times between them.
-
-    The rows of the end token and of timestamps in the embedding are so many times as long.
-    """
+    """Return a model that ends its texts and is sure of times, by ``end`` and ``time``."""
     torch.manual_seed(seed)
     config = WhisperConfig(
         vocab_size=FIRST_TIMESTAMP + TIMES,

@@ -74,11 +74,7 @@ def test_sentences(name: str, num_beams: int) -> None:
 @pytest.mark.parametrize("condition", [False, True])
 @pytest.mark.parametrize("name", WHISPER_NAMES)
 def test_a_long_sound(name: str, condition: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The words of the pipeline, in the segments of the ``generate()`` below it.
-
-    The pipeline itself may join two segments, where one window ends with a time and the next begins
-    with another.
-    """
+    """The words of the pipeline, which may join two segments of ``generate()``."""
     pipe, transcriber = both(name)
     theirs, ours = options_of(name, num_beams=5, condition_on_prev_tokens=condition)
     sound = long_sound(30)

@@ -1,9 +1,4 @@
-"""Each dialect against the system that it imitates.
-
-``transformers`` runs that library's own classes. ``vllm`` and the ``ascend`` dialects are compared
-with what their documentation describes, written down here in the plainest way and in float64.
-Where a prefix has a mass within 1e-6 of p these systems depend on rounding: nothing is compared.
-"""
+"""Each dialect against its system, or in float64, but where a mass within 1e-6 of p decides."""
 
 import random
 

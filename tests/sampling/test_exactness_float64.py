@@ -160,10 +160,7 @@ def assert_rows(good: Array, decided: Array, what: str, call: Call) -> None:
 
 
 def compare(call: Call, out: SampleOutput, internal_noise: bool = False) -> Array:
-    """Compare the rows that float64 decides, and return which these are, [B] bool.
-
-    Of a row with internal noise nothing is known of its token but that it was kept.
-    """
+    """Compare the rows that float64 decides, without tokens of internal noise; return them."""
     expected = filter_rows(call)
     decided = expected.decided
     assert out.kept_logits is not None and out.logprob is not None

@@ -1,7 +1,4 @@
-"""A row's result depends on the row alone.
-
-Not on the thread count, nor on the other rows and their order, nor on the vector width of the CPU.
-"""
+"""A row's result depends on the row alone: not on threads, other rows, or the width of vectors."""
 
 import os
 

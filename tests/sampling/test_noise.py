@@ -110,11 +110,7 @@ def test_noise_distribution_down_to_its_resolution(limit: float) -> None:
 
 @pytest.mark.parametrize("probability", [1e-12, 1e-9, 1e-6, 1e-3, 0.5])
 def test_rare_tokens_win_at_their_rate(probability: float) -> None:
-    """The rate at which a rare token beats all others, integrated over the noise of the others.
-
-    The others together are one exponential race entrant of weight 1 - probability; the token wins
-    iff its noise is below that noise times probability / (1 - probability).
-    """
+    """The rate at which a token beats all others, one entrant of weight 1 - probability."""
     points = 2000
     quantile = (np.arange(points) + 0.5) / points
     others = -np.log1p(-quantile)

@@ -1,7 +1,4 @@
-"""``Sampler`` in the order of llama.cpp against its own samplers, through llama-cpp-python's C API.
-
-Skipped where that package is not installed: it is no requirement of the tests.
-"""
+"""``Sampler`` in llama.cpp's order against its own samplers; skipped without llama-cpp-python."""
 
 import ctypes
 from collections.abc import Callable

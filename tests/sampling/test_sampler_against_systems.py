@@ -1,9 +1,4 @@
-"""``Sampler`` in the order of another system against that system's own code.
-
-Stages and pairs of stages keep the same tokens, but where a float64 quantity lies within a margin
-of the bound that it is compared with. transformers is a requirement of the tests. vLLM is
-not: its tests are skipped where it is not installed. llama.cpp is in a file of its own.
-"""
+"""``Sampler`` in another system's order against its code, but where float64 is near a bound."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,4 @@
-"""``Sampler`` against a plain float64 computation of its stages, alone, in pairs and all at once.
-
-Where a quantity lies within 1e-6 of the bound that it is compared with, either side would do: such
-a row is not compared.
-"""
+"""``Sampler`` against float64 computations of its stages, except rows within 1e-6 of a bound."""
 
 import itertools
 from collections.abc import Sequence

@@ -92,10 +92,7 @@ def test_bytes_of_tokens() -> None:
 
 @pytest.mark.parametrize("of_model", [False, True])
 def test_an_added_word_of_a_byte_level_tokenizer_is_its_content(of_model: bool) -> None:
-    """Its letters are no bytes; tokenizers 0.23.3 decodes the first two to other texts.
-
-    A letter and a merge of the model stay what they are in other texts.
-    """
+    """Its letters are no bytes; tokenizers 0.23.3 decodes the first two to other texts."""
     tokenizers = pytest.importorskip("tokenizers")
     inner = tokenizers.Tokenizer.from_str(tokenizer_of("byte_level").to_str())
     words = ["na\u00efve", "\u010daj", "\u0120new", "caf\u00e9\u4e2d"]

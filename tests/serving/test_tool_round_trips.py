@@ -1,7 +1,4 @@
-"""What the grammar of a format takes, its reader reads back: values of the format's own words.
-
-``LMDECODE_DRAWN_CALLS`` is how many texts are drawn for each format.
-"""
+"""What a tool grammar takes its reader reads back (LMDECODE_DRAWN_CALLS: texts a format)."""
 
 import json
 import os

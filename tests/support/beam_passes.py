@@ -19,10 +19,7 @@ __all__ = ["PassChooser"]
 
 
 class PassChooser:
-    """As ``Chooser``, by ``log_softmax_top_k``, ``beam_step`` and torch's gathers, once a pass.
-
-    A pass has the searches of one group, with one set of rules and one trie.
-    """
+    """As ``Chooser``, by ``log_softmax_top_k``, ``beam_step`` and gathers, a pass a group."""
 
     def __init__(self, plan: BeamPlan, store: BeamSlots, vocab_size: int) -> None:
         rules, passes = rules_of_plan(plan, vocab_size), _passes(plan)
@@ -210,20 +207,7 @@ def _ranges(starts: Sequence[int], counts: Sequence[int]) -> list[int]:
 
 
 def all_beams(candidates: BeamCandidates, widths: Tensor, widest: int) -> BeamCandidates:
-    """Add the candidates of the beams that searches of one row do not have yet.
-
-    transformers begins with ``num_beams`` equal rows, the scores of all but the first at -1e9.
-    Their candidates count where the first row has too few of its own.
-
-    Parameters
-    ----------
-    candidates : BeamCandidates
-        [R, K].
-    widths : Tensor
-        [R] beams that the search is to have; 0: its rows are all there.
-    widest
-        The largest of the widths.
-    """
+    """Add candidates [R, K] for the beams, up to widths [R], that searches of one row lack."""
     if widest == 1:
         return candidates
     scores, tokens, beams, status, log_probs = candidates

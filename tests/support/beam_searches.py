@@ -24,23 +24,7 @@ __all__ = [
 
 
 class TableModel:
-    """A language model whose logits are a row of a table, chosen by the last three tokens.
-
-    Its rows do not depend on one another in any bit, as those of a model in a batch do.
-
-    Parameters
-    ----------
-    vocab_size
-        V.
-    seed
-        Of the table.
-    scale
-        Standard deviation of the logits.
-    levels
-        Logits are multiples of ``scale / levels``, so that scores tie; 0: any.
-    entries
-        Rows of the table.
-    """
+    """A language model with a row of logits for the last three tokens; levels: scores tie."""
 
     def __init__(
         self, vocab_size: int, seed: int, *, scale: float = 2.0, levels: int = 0, entries: int = 509
@@ -64,10 +48,7 @@ class TableModel:
 def random_request(
     choice: random.Random, vocab_size: int, *, processors: bool = True, **changes: Any
 ) -> BeamRequest:
-    """Return a request of random parameters; a few are given.
-
-    processors: also what changes log-probabilities before candidates are chosen.
-    """
+    """Return a request of random parameters; processors: also what changes log-probabilities."""
     groups = choice.choice((1, 1, 1, 2, 3))
     beams = groups * choice.randint(1, 4 if groups == 1 else 2)
     dialect = choice.choice(("generate", "generate", "scorer", "fairseq"))
@@ -105,24 +86,7 @@ def run_requests(
     *,
     on_logits: Callable[[Tensor], dict[str, Any]] | None = None,
 ) -> dict[Hashable, BeamResult]:
-    """Run requests to their ends.
-
-    Parameters
-    ----------
-    engine
-        Where other requests may run too.
-    model
-        Of ids [rows, longest] and lengths [rows] to logits [rows, V].
-    arrivals
-        The step before which each request is inserted, and the request.
-    on_logits
-        Of the logits to further arguments of ``step``.
-
-    Returns
-    -------
-    dict
-        The result of each request by its id: its number among the arrivals, if it has none.
-    """
+    """Run requests, each inserted before its step; return their results by id, or else number."""
     waiting = []
     for number, (at, request) in sorted(enumerate(arrivals), key=lambda item: item[1][0]):
         request_id = number if request.request_id is None else request.request_id

@@ -15,27 +15,14 @@ from lmdecode.sampling.types import SampleOutput
 
 @dataclass(frozen=True)
 class SamplingCase:
-    """One call of ``top_k_top_p_sample``.
-
-    Attributes
-    ----------
-    name
-        Tells how to get this case again.
-    logits
-        [B, V] float32, float16 or bfloat16, any strides.
-    arguments
-        Every other argument, by name.
-    """
+    """One call of ``top_k_top_p_sample``; its name tells how to get it again."""
 
     name: str
     logits: torch.Tensor
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def call(self, sample: Callable[..., SampleOutput], **changes: Any) -> SampleOutput:
-        """Call ``sample`` with the arguments of the case, some of them changed.
-
-        A case without noise has no noise: ``greedy``.
-        """
+        """Call ``sample`` with some arguments changed; a case without noise is ``greedy``."""
         arguments = {**self.arguments, **changes}
         noise = ("q", "seed", "generator", "greedy")
         if all(arguments.get(name) is None for name in noise):
@@ -52,10 +39,7 @@ class SamplingCase:
         return replace(self, logits=move(self.logits), arguments=arguments)
 
     def rows(self, rows: Sequence[int]) -> SamplingCase:
-        """Return the case with some of its rows, in the given order.
-
-        An int seed cannot be cut: it stands for a seed a row that depends on the row's place.
-        """
+        """Return the case with some of its rows, in this order; an int seed becomes one a row."""
         batch = len(self.logits)
 
         def cut(value: Any) -> Any:
@@ -118,15 +102,7 @@ class BeamCase:
 
 
 def assert_same_bits(actual: Any, expected: Any, case: object = "") -> None:
-    """Raise AssertionError where two results differ in any bit, dtype or shape.
-
-    Parameters
-    ----------
-    actual, expected
-        The results, of one type: ``SampleOutput`` or ``BeamCandidates``.
-    case
-        What the message says they are the results of.
-    """
+    """Raise AssertionError where two results of one type differ in any bit, dtype or shape."""
     for name, got, want in zip(expected._fields, actual, expected, strict=True):
         if got is None or want is None:
             assert got is None and want is None, f"{name}: {got} instead of {want}, {case}"

@@ -351,12 +351,7 @@ def random_config(architecture: str, variant: str, **more: Any) -> Any:
 
 
 def model_of(config: Any, seed: int = SEED) -> Any:
-    """Return a float32 model with eager attention, none of whose parameters is 0 or 1 throughout.
-
-    Products keep the size of what they are given, and logits have a spread of some units: they are
-    neither flat nor peaked. The last norm has factors of either sign: else models whose head is
-    their embedding would repeat their last token.
-    """
+    """Return a float32 model with no parameter 0 or 1 throughout and logits of some units."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind = transformers.AutoModelForCausalLM

@@ -1,8 +1,4 @@
-"""The contract of an op: calls of it, and what every op keeps of them.
-
-``tests/<area>/contracts.py`` has a ``Contract`` for each op of an area, and
-``tests/test_op_contracts.py`` checks them.
-"""
+"""The contract of an op (``tests/<area>/contracts.py``): calls, and what holds of them."""
 
 from __future__ import annotations
 

@@ -403,11 +403,7 @@ def quantized(values: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:
 def write_file(
     path: Path, architecture: str, tensors: dict[str, Any], *entries: Any, kinds: Any = None
 ) -> None:
-    """Write tensors, and what each of ``entries`` adds to the writer.
-
-    ``kinds(name)`` is the type of blocks of a matrix, or None; of a name that ends in .f16 and
-    .bf16 there is a float type.
-    """
+    """Write tensors, in the type of blocks that ``kinds(name)`` returns, and ``entries``."""
     writer = gguf.GGUFWriter(str(path), architecture)
     for entry in entries:
         entry(writer)

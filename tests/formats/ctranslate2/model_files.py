@@ -23,10 +23,7 @@ def variable(
     kind: int | None = None,
     size: int | None = None,
 ) -> bytes:
-    """Return one of the file's, with another shape, dtype or size than it has where one is given.
-
-    Before version 4 kind is the bytes of an element, and size how many elements there are.
-    """
+    """Return one of the file's, with another shape, dtype (before version 4: its bytes) or size."""
     shape = list(value.shape) if shape is None else shape
     data = value.reshape(-1).view(torch.uint8).numpy().tobytes()
     if kind is None:

@@ -1,7 +1,4 @@
-"""Options of ``translate_batch`` and ``generate_batch``: their defaults, and the same tokens.
-
-``LMDECODE_DRAWN_FOLDERS`` is how many folders of random weights are tried with all options.
-"""
+"""Options of CTranslate2's calls (LMDECODE_DRAWN_FOLDERS: how many random folders are tried)."""
 
 import itertools
 import json

@@ -45,10 +45,7 @@ def translations(kind: str, folder: Path, inputs: dict[str, Any], **options: Any
 
 
 def as_converted(kind: str) -> Any:
-    """Return a model of transformers as the converter understood it.
-
-    transformers always ties T5, and so the converter takes each for one that scales its outputs.
-    """
+    """Return a model as the converter takes it: transformers ties T5, so outputs are scaled."""
     model = original(kind)
     if kind in ("mt5", "t5_gated"):
         model = copy.deepcopy(model)

@@ -20,11 +20,7 @@ EVERYTHING = {
 
 @contextlib.contextmanager
 def lowest_index_first() -> Iterator[None]:
-    """Give ``torch.topk`` an order of equal values, which it leaves open: that of lmdecode.
-
-    Ties are common in beam search: at the beginning all beams but one have score -1e9, which no
-    log-probability changes.
-    """
+    """Give ``torch.topk``, which leaves the order of equal values open, that of lmdecode."""
     original = torch.topk
 
     def topk(input, k, dim=-1, largest=True, sorted=True):

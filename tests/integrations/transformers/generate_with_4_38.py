@@ -1,8 +1,4 @@
-"""Run ``generate()`` of transformers 4.38.2 in its own environment: ``python FILE IN OUT``.
-
-IN is a list of cases, each a dict: "model", the names and arguments of ``model_arguments``;
-"state", its weights; "inputs" and "arguments" of ``generate()``. OUT gets a dict for each.
-"""
+"""Run ``generate()`` of transformers 4.38.2 in its own environment: ``python FILE IN OUT``."""
 
 import sys
 

@@ -155,10 +155,7 @@ AUTOCAST: dict[str, Callable[[Any], Cache]] = {
 def test_autocast(
     build: Callable[[str, str], Any], name: str, implementation: str, cache: str
 ) -> None:
-    """Keys, which are rotated, come in float32 there, and values in bfloat16.
-
-    Logits are as far from float32 as those of eager attention and transformers' cache.
-    """
+    """Keys, which are rotated, come in float32 there, and values in bfloat16."""
     inputs = prompts((0, 11), sum(LENGTHS))
     tokens = inputs["attention_mask"].bool()
     errors = {}

@@ -1,7 +1,4 @@
-"""``generate(custom_generate=sample)`` with prompt lookup or an assistant: the text without them.
-
-The models are float64, so that logits rounded to float32 are the same for one token and several.
-"""
+"""Prompt lookup and assistants in ``sample`` give the text without them; models are float64."""
 
 import copy
 import functools

@@ -47,10 +47,7 @@ def new_tokens(sequence: torch.Tensor, prompt: int) -> list[int]:
 def check(
     model: Any, trie: Trie, width: int, batch: int = 2, *, whole_items: bool = True, **more: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare tokens and scores of results that are real in transformers; return ours.
-
-    whole_items: other rules do not cut or forbid any.
-    """
+    """Compare tokens and scores of results that are real in transformers; return ours."""
     inputs = inputs_of(model, batch)
     prompt = prompt_length_of(model, inputs)
     arguments = {

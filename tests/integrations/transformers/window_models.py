@@ -90,10 +90,7 @@ def expected(name: str, num_beams: int) -> Run:
 
 
 def assert_equal_runs(got: Run, want: Run, num_beams: int = 1) -> None:
-    """Equal tokens, and in each step the same beams, with logits within 1e-4.
-
-    Beams may have changed places where their scores differ by no more than their sums round.
-    """
+    """Equal tokens, logits within 1e-4; beams may change places where scores differ by rounding."""
     assert torch.equal(got.sequences, want.sequences)
     scores = _running_scores(want, num_beams)
     for step, (ids, other_ids) in enumerate(zip(got.ids, want.ids, strict=True)):
