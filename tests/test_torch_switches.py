@@ -37,7 +37,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 X, ROWS = normal(6, 40), normal(6, seed=1)
 Q, K, V = normal(2, 4, 3, 16), normal(2, 2, 9, 16, seed=1), normal(2, 2, 9, 24, seed=2)
 INTS = torch.randint(3, 40, (6, 9), generator=torch.Generator().manual_seed(3))
-PARENTS, PAIR = torch.tensor([1, 1]), torch.tensor([1, 0], dtype=torch.int32)
+PARENTS = torch.tensor([1, 1])
 POOL, BATCHES = normal(8, 2, 4, 3), normal(2, 256)
 IDS = random_tokens(9)[None]
 ONES = torch.ones_like(IDS)

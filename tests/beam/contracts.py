@@ -20,7 +20,6 @@ OPS = torch.ops.lmdecode
 VOCAB = 40
 VOCABS = (1, 2, 5, 63, 64, 65, 200, 1000, 1025, 4099)
 SCORES = torch.tensor([0.0, -1.5, -0.5, -float("inf")])
-OFFSETS = torch.tensor([0, 1, 4])
 TREE = Trie([[5, 7, 2], [5, 9, 2], [6, 2], [5, 7]])
 
 

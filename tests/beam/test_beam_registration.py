@@ -7,16 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import lmdecode
 from tests.beam.contracts import candidates, searches
 from tests.support.cases import assert_same_bits, bits
-from tests.support.compiling import logits
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-
-BEAM_SCORES = torch.tensor([0.0, -1.5, -0.5, -float("inf")])
-
-
-def beam_logits(layout: str) -> torch.Tensor:
-    return torch.cat((logits(layout), logits(layout)[:1]))
 
 
 def test_compile_log_softmax_top_k_with_dynamic_shapes() -> None:

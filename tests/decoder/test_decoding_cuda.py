@@ -128,11 +128,6 @@ def test_groups(num_beam_groups: int, device: torch.device) -> None:
         )
 
 
-def repeated(plan: Plan) -> SimpleNamespace:
-    """Return what stands in for a CUDA graph: it replays a step by doing it."""
-    return SimpleNamespace(replay=plan._step)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -150,7 +145,8 @@ def test_a_graph_gives_the_same_tokens(
 ) -> None:
     """A plan that was without one gets one, and keeps it for other texts."""
     if device.type == "cpu":
-        monkeypatch.setattr(Plan, "_captured", repeated)
+        # What stands in for a CUDA graph replays a step by doing it.
+        monkeypatch.setattr(Plan, "_captured", lambda plan: SimpleNamespace(replay=plan._step))
     for kind in ("marian", "t5"):
         expected, _ = pair(kind, device)
         decoder = DeviceDecoder(*decoder_of(make_model(kind)), device=device)

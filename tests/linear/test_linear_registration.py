@@ -8,11 +8,8 @@ from tests.linear.linear_cases import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
-OPS = torch.ops.lmdecode
-ROUNDED = (0, 1, 2, 7, 8, 9, 10, 21, 22, 23)  # numbers of formats that floats are rounded to
 GENERATOR = torch.Generator().manual_seed(0)
 X, WEIGHT, BIAS = (torch.randn(shape, generator=GENERATOR) for shape in ((5, 30), (20, 30), (20,)))
-RESIDUAL = torch.randn(5, 20, generator=GENERATOR)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])

@@ -157,42 +157,30 @@ def test_a_small_store_takes_what_fits(host: Callable[..., KVStore], server: Ser
 # --- what a server may do -------------------------------------------------------------------------
 
 
-def damage_first_byte(client: redis.Redis, name: bytes) -> None:
-    client.setrange(name, 0, b"X")
-
-
-def damage_payload(client: redis.Redis, name: bytes) -> None:
-    client.setrange(name, client.strlen(name) - 9, b"\xff\xfe")
-
-
-def truncate(client: redis.Redis, name: bytes) -> None:
-    client.set(name, client.getrange(name, 0, client.strlen(name) - 2))
-
-
-def empty(client: redis.Redis, name: bytes) -> None:
-    client.set(name, b"")
-
-
-def lengthen(client: redis.Redis, name: bytes) -> None:
-    client.append(name, b"more")
-
-
 def swap(client: redis.Redis, name: bytes) -> None:
     other = next(n for n in entry_names(client) if n != name)
     first, second = client.get(name), client.get(other)
     client.mset({name: second, other: first})
 
 
-@pytest.mark.parametrize(
-    "damage", [damage_first_byte, damage_payload, truncate, empty, lengthen, swap]
-)
+DAMAGE: dict[str, Callable[[redis.Redis, bytes], object]] = {
+    "first byte": lambda client, name: client.setrange(name, 0, b"X"),
+    "payload": lambda client, name: client.setrange(name, client.strlen(name) - 9, b"\xff\xfe"),
+    "cut": lambda client, name: client.set(name, client.getrange(name, 0, client.strlen(name) - 2)),
+    "empty": lambda client, name: client.set(name, b""),
+    "longer": lambda client, name: client.append(name, b"more"),
+    "swapped": swap,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_a_miss_and_is_mended(
-    host: Callable[..., KVStore], server: Server, damage: Callable[[redis.Redis, bytes], None]
+    host: Callable[..., KVStore], server: Server, damage: str
 ) -> None:
     writer = filled(host, server.url)
     client = server.client()
     for name in entry_names(client):
-        damage(client, name)
+        DAMAGE[damage](client, name)
     other = host(server.url)
     assert other.lookup(TOKENS).num_tokens == 0
     stats = remote_stats(other)

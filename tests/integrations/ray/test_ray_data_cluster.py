@@ -82,19 +82,12 @@ class Watched(Generate):
         return output
 
 
-def rows() -> list[dict[str, Any]]:
-    return [{"id": number, "prompt": prompt} for number, prompt in enumerate(PROMPTS)]
-
-
 def job(packed: str, folder: Path, batch_size: int, actors: int) -> list[dict[str, Any]]:
-    dataset = ray.data.from_items(rows(), override_num_blocks=12).map_batches(
-        Watched,
-        fn_constructor_args=[str(folder), packed, KJV],
-        fn_constructor_kwargs=ARGUMENTS,
-        batch_size=batch_size,
-        num_cpus=1,
-        compute=ray.data.ActorPoolStrategy(size=actors),
-    )
+    rows = [{"id": number, "prompt": prompt} for number, prompt in enumerate(PROMPTS)]
+    dataset = ray.data.from_items(rows, override_num_blocks=12).map_batches(
+        Watched, fn_constructor_args=[str(folder), packed, KJV], fn_constructor_kwargs=ARGUMENTS,
+        batch_size=batch_size, num_cpus=1, compute=ray.data.ActorPoolStrategy(size=actors),
+    )  # fmt: skip
     found: list[dict[str, Any]] = dataset.take_all()
     return found
 

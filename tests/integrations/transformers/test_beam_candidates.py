@@ -16,10 +16,6 @@ from lmdecode.integrations.transformers.generate_call import SORTS_DRAWN
 INF = math.inf
 
 
-def expected_order(accumulated: torch.Tensor, count: int) -> torch.Tensor:
-    return accumulated.argsort(dim=1, descending=True, stable=True)[:, :count]
-
-
 @pytest.mark.parametrize("values", [2, 5, 1000])
 @pytest.mark.parametrize("count", [1, 4, 11, 60])
 def test_the_lowest_index_of_equal_scores_comes_first(values, count):
@@ -29,7 +25,7 @@ def test_the_lowest_index_of_equal_scores_comes_first(values, count):
         scores = torch.randint(values, (3, 60), generator=generator).float()
         scores[0, ::7] = -INF
         got = top_k_candidates(scores, count, vocab_size=20)
-        order = expected_order(scores, count)
+        order = scores.argsort(dim=1, descending=True, stable=True)[:, :count]
         found = got.scores > -INF
         assert torch.equal(got.scores, scores.gather(1, order))
         assert torch.equal((got.beams * 20 + got.tokens)[found], order[found])
