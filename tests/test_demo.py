@@ -347,8 +347,6 @@ def test_g2p_demo_says_where_all_held_out_words_are(
     assert "9 held-out words of " in told
 
 
-# --- several demos --------------------------------------------------------------------------------
-
 _CHECKS = {
     "model": _check_model, "sampling": _check_sampling, "beam": _check_beam,
     "window": _check_window, "store": _check_store, "g2p": _check_g2p,

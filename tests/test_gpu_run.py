@@ -99,9 +99,6 @@ def test_nothing_runs_after_a_required_stage_failed(run) -> None:
     assert "a figure" not in report
 
 
-# --- The plan -------------------------------------------------------------------------------------
-
-
 def plan(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], str]:
     """Run the program; return how it ended, and its report."""
     report = tmp_path / "gpu.md"

@@ -59,9 +59,6 @@ def run_installed(target: Path, *arguments: str, cwd: Path) -> subprocess.Comple
     return run(sys.executable, "-S", *arguments, cwd=cwd, PYTHONPATH=os.pathsep.join(paths))
 
 
-# --- Made once for all processes of xdist ---------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The sdist, and the wheel that is built of it."""
@@ -130,9 +127,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run(*command, str(target), str(wheel), cwd=target)
     assert done.returncode == 0, done.stderr
     return target
-
-
-# --- What they hold -------------------------------------------------------------------------------
 
 
 def files_of(folder: Path) -> set[str]:
@@ -253,9 +247,6 @@ def test_libraries_show_nothing_to_others(installed: Path) -> None:
     assert not symbols(installed / "lmdecode" / "_C.so", "defined")
 
 
-# --- With what it requires, and no compiler -------------------------------------------------------
-
-
 def installed_for(requirement: Requirement) -> Iterator[importlib.metadata.Distribution]:
     """Yield the package of this environment that a requirement names, and all that it requires."""
     waiting, known = [requirement], set()
@@ -338,9 +329,6 @@ def test_the_version_is_one(wheel: Path, installed: Path, tmp_path: Path) -> Non
     code = "import lmdecode; print(lmdecode.__version__)"
     done = run_installed(installed, "-c", code, cwd=tmp_path)
     assert wheel.name.split("-")[1] == done.stdout.strip()
-
-
-# --- The installed package ------------------------------------------------------------------------
 
 
 def run_at(capability: str, code: str, cwd: Path) -> subprocess.CompletedProcess[str]:

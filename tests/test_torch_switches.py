@@ -88,9 +88,6 @@ def case(*names: str) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]
     return enter
 
 
-# --- Ops ------------------------------------------------------------------------------------------
-
-
 @case("top_k_top_p_sample", "Sampler", "verify_draft", "prompt_lookup")
 def sampling(folder: Path) -> Any:
     sampler = lmdecode.Sampler(
@@ -216,9 +213,6 @@ def layers(folder: Path) -> Any:
     yield ours(FT)
 
 
-# --- Models ---------------------------------------------------------------------------------------
-
-
 @case("Decoding", "CausalConfig", "CausalWeights", "CausalLayerWeights", "CausalBatch")
 def causal(folder: Path) -> Any:
     for model in (LLAMA, llama_folder()):
@@ -306,9 +300,6 @@ def loops_of_transformers(folder: Path) -> Any:
             yield model.generate(IDS, attention_mask=ONES, max_new_tokens=9, **options)
     cache = hf.cache_from_kv(LLAMA.config, [(K[0, :, :5, :8], K[1, :, :5, :8])] * 2)
     yield hf.cache_to_kv(cache)
-
-
-# --- Switches -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -43,9 +43,6 @@ def qkv(
     ]
 
 
-# --- Accuracy -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_random_cases(seed: int, device: torch.device) -> None:
     for case in random_cases(seed, 40):
@@ -81,9 +78,6 @@ def test_large_scores(dtype: torch.dtype, device: torch.device) -> None:
         for keys in (k, k.flip(2)):
             case = AttentionCase("large", q * sign, keys, v)
             assert_accurate(case.to(device).call(attend, return_lse=True), case)
-
-
-# --- Which keys are seen --------------------------------------------------------------------------
 
 
 def seen_keys(out: torch.Tensor) -> list[list[int]]:
@@ -170,9 +164,6 @@ def test_keys_out_of_the_window_are_not_read() -> None:
     assert run.returncode < 0
 
 
-# --- What a result does not depend on -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [1, 70, 256, None])
 def test_chunks_give_the_bits_of_the_whole(
@@ -243,9 +234,6 @@ def test_heads_in_the_same_memory() -> None:
     assert torch.equal(attend(q, shared, shared), attend(q, shared.contiguous(), shared.clone()))
 
 
-# --- Masks ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(200, 200), (50, 300), (300, 50), (1, 90)])
 def test_a_mask_that_is_a_window_gives_the_bits_of_the_window(shape: tuple[int, int]) -> None:
     queries, keys = shape
@@ -312,9 +300,6 @@ def test_the_float_mask_of_a_row_that_sees_nothing() -> None:
     torch.testing.assert_close(out[0, :, 1], v[0, :, 2].repeat_interleave(2, 0))
 
 
-# --- NaN and infinities ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_goes_where_it_is_seen(dtype: torch.dtype) -> None:
     q, k, v = qkv(30, 600, dtype=dtype)
@@ -332,8 +317,6 @@ def test_nan_goes_where_it_is_seen(dtype: torch.dtype) -> None:
     assert out[0, :2, :5].isfinite().all() and out[0, :2, 15:].isfinite().all()
     assert torch.equal(out[0, 2:], attend(q, k, v, window=10)[0, 2:])
 
-
-# --- CPU capabilities -----------------------------------------------------------------------------
 
 CAPABILITY_SCRIPT = """
 import torch

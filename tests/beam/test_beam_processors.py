@@ -19,9 +19,6 @@ from tests.support.random_tensors import randint, randn
 INF, NAN = float("inf"), float("nan")
 
 
-# --- Against the reference ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("seed", "count", "vocabs"),
     [
@@ -101,9 +98,6 @@ def test_edits_that_rise_from_below(device: torch.device) -> None:
     out = case.to(device).call(log_softmax_top_k)
     assert_same_bits(out, case.call(reference), case)
     assert set(out.tokens[0].tolist()) <= set(worst.flatten().tolist())
-
-
-# --- Against transformers -------------------------------------------------------------------------
 
 
 def transformers_best(
@@ -220,9 +214,6 @@ def test_forced_first_token_of_transformers(device: torch.device) -> None:
         x.to(device), torch.zeros(1, 2, device=device), 2, num_beams=2, forced_tokens=forced
     )
     assert torch.equal(out.tokens.cpu(), tokens) and torch.equal(out.scores.cpu(), scores)
-
-
-# --- Rules ----------------------------------------------------------------------------------------
 
 
 def one_row(device: torch.device, count: int = 4, **options: Any) -> BeamCandidates:
@@ -356,9 +347,6 @@ def test_no_requests(num_beams: Any, device: torch.device) -> None:
         lengths=empty[:, 0].long(), repetition_penalty=1.5, bias=empty,
     )  # fmt: skip
     assert [tuple(field.shape) for field in out] == [(0, 3), (0, 3), (0, 3), (0,), (0, 3)]
-
-
-# --- Invariance -----------------------------------------------------------------------------------
 
 
 def test_a_request_alone_and_in_any_batch(device: torch.device) -> None:

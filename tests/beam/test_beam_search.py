@@ -291,9 +291,6 @@ def test_mixed_dialects_and_groups_in_one_batch() -> None:
     assert set(together[1].groups.tolist()) == {0, 1}
 
 
-# ---- processors, patience and coverage
-
-
 def test_token_bitmask_is_by_row() -> None:
     """Each beam may go on with tokens of its own; also where groups and prompts are apart."""
     model = TableModel(VOCAB, 16)

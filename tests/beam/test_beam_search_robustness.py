@@ -26,9 +26,6 @@ def _alone(model: TableModel, request: BeamRequest) -> BeamResult:
     return next(iter(_finish(engine, model).values()))
 
 
-# ---- an insert that fails
-
-
 def test_insert_without_memory_leaves_the_engine_as_it_was() -> None:
     model = TableModel(VOCAB, 1)
     engine = BeamSearch(slots=1, num_beams=1, capacity=4)
@@ -80,9 +77,6 @@ def test_insert_that_fails_halfway(monkeypatch: pytest.MonkeyPatch, failing: str
     results = _finish(engine, model)
     assert_same_result(results["wide"], _alone(model, wide))
     assert_same_result(results["a"], _alone(model, _request(num_beams=2, request_id="a")))
-
-
-# ---- inference_mode and autograd
 
 
 @pytest.mark.parametrize("inside", ["create", "insert", "step"])
@@ -163,9 +157,6 @@ def test_gradients_are_not_kept() -> None:
     assert not result.scores.requires_grad and not result.log_probs.requires_grad
 
 
-# ---- on_step
-
-
 def test_output_of_a_step_whose_callback_raises_is_not_lost() -> None:
     model = TableModel(VOCAB, 5)
 
@@ -184,9 +175,6 @@ def test_output_of_a_step_whose_callback_raises_is_not_lost() -> None:
     assert torch.equal(engine.last_output.parents, want.parents)
     engine.on_step = None
     assert_same_result(_finish(engine, model)["a"], _finish(twin, model)["a"])
-
-
-# ---- repr and requests
 
 
 def test_repr_says_what_is_running() -> None:

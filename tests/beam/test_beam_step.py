@@ -31,9 +31,6 @@ def on_device(search: Search, arguments: dict[str, Any], device: torch.device) -
     return state, parameters, given
 
 
-# --- Against the reference ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))]
 )
@@ -67,9 +64,6 @@ def test_rows_of_zero_requests_and_zero_candidates() -> None:
     assert_same_bits(step, want)
     assert_same_bits(state, want_state)
     assert step.scores.tolist() == [-INF] * 6 and state.done.tolist() == [1, 1]
-
-
-# --- The dialects, by hand ------------------------------------------------------------------------
 
 
 def one_request(
@@ -219,9 +213,6 @@ def test_any_penalty(penalty: float, dialect: str, early_stopping: Any) -> None:
     assert_same_bits(state, want)
 
 
-# --- Invariance -----------------------------------------------------------------------------------
-
-
 def rows_of(search: Search, request: int) -> slice:
     offsets = search.options.get("row_offsets")
     width = search.state.scores.shape[1]
@@ -265,9 +256,6 @@ def test_a_request_alone_gives_the_same(first: int) -> None:
             return step
 
         random_search(seed, check, kept=seed % 4 != 0)
-
-
-# --- Bad input ------------------------------------------------------------------------------------
 
 
 def valid_call() -> dict[str, Any]:

@@ -19,9 +19,6 @@ INF, NAN = float("inf"), float("nan")
 ALL_VOCABS = (1, 2, 5, 63, 64, 65, 200, 1000, 1025, 4099)
 
 
-# --- Against the reference ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("seed", "count", "vocabs"), [(1, 500, ALL_VOCABS[:6]), (2, 150, ALL_VOCABS), (3, 12, (40000,))]
 )
@@ -85,9 +82,6 @@ def test_scores_that_swallow_the_logits(beam_score: float, device: torch.device)
                 assert out.beams[0].tolist() == [0] * count
 
 
-# --- Against torch --------------------------------------------------------------------------------
-
-
 def torch_scores(case: BeamCase) -> list[torch.Tensor]:
     """[num_beams * vocab] of each request, by torch's own log_softmax."""
     rows = case.logits.float().log_softmax(-1) + case.beam_scores[:, None]
@@ -118,9 +112,6 @@ def test_close_to_torch(device: torch.device) -> None:
             apart = (expected.values[:-1] - expected.values[1:]) > 4e-5
             if count == len(apart) + 1 and apart.all() and count < len(flat):
                 assert torch.equal(chosen_flat[:-1], expected.indices[:-1]), case
-
-
-# --- Rules ----------------------------------------------------------------------------------------
 
 
 def test_log_probs_are_those_of_the_tokens_alone(device: torch.device) -> None:
@@ -211,9 +202,6 @@ def test_no_requests(num_beams: Any, device: torch.device) -> None:
     assert [tuple(field.shape) for field in out] == [(0, 3), (0, 3), (0, 3), (0,), (0, 3)]
 
 
-# --- Invariance -----------------------------------------------------------------------------------
-
-
 def test_a_request_alone_and_in_any_batch(device: torch.device) -> None:
     widths = [3, 1, 4, 2]
     x, scores = (randn(10, 700) * 3).to(device), randn(10, seed=1).to(device)
@@ -237,8 +225,6 @@ def test_more_candidates_begin_with_fewer() -> None:
         for name in ("scores", "tokens", "beams", "log_probs"):
             assert torch.equal(getattr(few, name), getattr(many, name)[:, :count])
 
-
-# --- Wrong calls ----------------------------------------------------------------------------------
 
 Arguments = dict[str, Any]
 WRONG_TYPES: dict[str, list[Any]] = {

@@ -167,9 +167,6 @@ def test_bitmask_after_a_prompt(seed: int) -> None:
         assert bits == after(0, ids)
 
 
-# --- The file -------------------------------------------------------------------------------------
-
-
 def test_save_and_load(tmp_path: Path) -> None:
     for seed in range(5):
         trie = Trie(random_items(seed))
@@ -227,9 +224,6 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-# --- Devices --------------------------------------------------------------------------------------
-
-
 def test_to_a_device(device: torch.device, tmp_path: Path) -> None:
     host = Trie(ITEMS)
     trie = host.to(device)
@@ -273,9 +267,6 @@ def test_fakes_and_mixed_devices() -> None:
     assert found.tokens.shape == (2, 5) and found.tokens.device.type == "meta"
     with pytest.raises(ValueError, match=r"trie_step: .* is on "):
         trie.step(nodes, tokens)
-
-
-# --- The ops --------------------------------------------------------------------------------------
 
 
 def test_bad_tensors_of_the_ops() -> None:

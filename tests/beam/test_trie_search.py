@@ -83,8 +83,6 @@ def test_bad_arguments() -> None:
         log_softmax_top_k(x[:, :7], scores, 1, num_beams=1, trie=trie, nodes=nodes)
 
 
-# --- BeamSearch -----------------------------------------------------------------------------------
-
 VOCAB, END = 23, 2
 
 

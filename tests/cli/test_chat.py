@@ -215,9 +215,6 @@ def test_talks_are_kept_token_by_token(
     assert kept > len(prompts[0]) // 2  # the first line was not read again
 
 
-# --- on a terminal --------------------------------------------------------------------------------
-
-
 class Terminal:
     """``lmdecode chat`` on a terminal."""
 
@@ -376,9 +373,6 @@ def test_a_store_of_one_writer_is_read(
         chat(monkeypatch, LINES[:1], chatml, "--store", tmp_path, "--max-tokens", 3)
     assert "Another program writes the store: " in capsys.readouterr().out
     assert len(talk_of(tmp_path)) == 2
-
-
-# --- files of talks -------------------------------------------------------------------------------
 
 
 def test_names_of_talks(tmp_path: Path) -> None:

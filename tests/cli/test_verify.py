@@ -57,9 +57,6 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch.set_num_threads(before)
 
 
-# --- It finds the same bits -----------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_every_line_of_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
@@ -133,9 +130,6 @@ def _nudged(logits: torch.Tensor) -> torch.Tensor:
     return torch.nextafter(logits, logits.new_tensor(torch.inf))
 
 
-# --- Where there is less --------------------------------------------------------------------------
-
-
 def test_without_packages_or_a_source_tree_it_takes_random_weights(
     only: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,9 +167,6 @@ def test_an_encoder_decoder_model_is_refused(capsys: pytest.CaptureFixture[str])
     pytest.importorskip("transformers")
     assert main(["verify", str(G2P)]) == 1
     assert "expected a decoder-only one" in capsys.readouterr().err
-
-
-# --- Each line sees what is broken ----------------------------------------------------------------
 
 
 def in_batches(self: DrawnRows, logits: torch.Tensor, drafts: Any = ()) -> Any:

@@ -14,9 +14,6 @@ MARGIN = 1e-6
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-# --- References -----------------------------------------------------------------------------------
-
-
 def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max())
     return e / e.sum()
@@ -126,9 +123,6 @@ def make_batch(
 
 def top_k_choices(vocab: int) -> tuple[int, ...]:
     return (-1, 0, 1, 2, 5, 50, 1000, 1024, 1025, vocab, vocab + 3)
-
-
-# --- V1 -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -258,9 +252,6 @@ def test_range_of_k(vocab: int, device: torch.device) -> None:
                 assert index is not None and kept_logits is not None
                 assert ((kept_logits > -INF).sum(1) == (k if on else vocab)).all()
                 assert index.tolist() == [vocab - 1 if on else 0] * 2, k
-
-
-# --- V2 -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_logits", [True, False], ids=["logits", "probabilities"])
@@ -393,9 +384,6 @@ def test_sorted_output_with_special_values(device: torch.device) -> None:
     e = math.exp(1.0) / (1.0 + math.exp(1.0))
     expected = [[0.0] * 4, [e, 1 - e, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]
     torch.testing.assert_close(out.logitsSortMasked.cpu(), torch.tensor(expected))
-
-
-# --- Both -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

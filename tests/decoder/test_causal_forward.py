@@ -59,9 +59,6 @@ def error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-# --- the reference --------------------------------------------------------------------------------
-
-
 @functools.cache
 def reference_logits(architecture: str, variant: str) -> Tensor:
     """Return the reference's logits of the text of ``LENGTH`` tokens; tests share them."""
@@ -132,9 +129,6 @@ def test_texts_far_longer_than_the_window(case: tuple[str, str]) -> None:
     check_near(prompt_logits(caches, text[1400:]), expected[1400:])
 
 
-# --- formats --------------------------------------------------------------------------------------
-
-
 def rounding_reference(format_: str, head: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the reference multiply as packed weights do, inputs rounded, too."""
 
@@ -203,9 +197,6 @@ def test_formats_of_caches(architecture: str, variant: str, dtype: str, toleranc
             assert read(caches, text, 20, LENGTH - 20).equal(got)
 
 
-# --- company --------------------------------------------------------------------------------------
-
-
 class Text:
     """A text of pieces, prompts or generated, and what is read of it alone."""
 
@@ -267,9 +258,6 @@ def test_any_number_of_threads(weight_format: str) -> None:
         return torch.cat(read + step(caches, Entry(2, generated, False), others[1]))
 
     on_threads(logits, (1, 2, 5))
-
-
-# --- sequences that share, and go back ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -364,9 +352,6 @@ def test_a_shared_text_that_goes_back(architecture: str, variant: str) -> None:
     assert got[0][2:].equal(alone[60:])
 
 
-# --- blocks behind the window ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("max_rows", [1, 3, 50])
 def test_blocks_behind_the_window_are_let_go(max_rows: int) -> None:
     """A block goes as soon as no query to come sees a key of it."""
@@ -400,8 +385,6 @@ def test_memory_of_windows_is_enough_for_beams() -> None:
         caches.reorder(torch.tensor([choose.randrange(5) for _ in range(5)]))
     assert int(caches.lengths.max()) > 20 * BLOCK_SIZE
 
-
-# --- every level ----------------------------------------------------------------------------------
 
 CAPABILITY_SCRIPT = """
 import pytest

@@ -31,9 +31,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-# --- The loop -------------------------------------------------------------------------------------
-
-
 @functools.cache
 def pair(kind: str, device: torch.device) -> tuple[lmdecode.Decoding, lmdecode.Decoding]:
     """Return the decoding in C++, and that by the loop of devices."""
@@ -226,8 +223,6 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Decoding\.batch"):
         decoding.batch(max_requests=1, num_beams=1, capacity=4, source=4)
 
-
-# --- The ops --------------------------------------------------------------------------------------
 
 Call = tuple[str, tuple[Any, ...], dict[str, Tensor]]
 

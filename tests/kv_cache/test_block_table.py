@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 import lmdecode
 from lmdecode import reference
 
-# --- Against a dense model ------------------------------------------------------------------------
-
 
 class Model:
     """A cache in blocks, two layers of keys and values, and what it should hold."""
@@ -166,9 +164,6 @@ def test_contents_and_counts_of_more_histories(seed: int) -> None:
     model.check()
 
 
-# --- What is shared -------------------------------------------------------------------------------
-
-
 def test_a_prompt_is_allocated_once_and_its_full_blocks_stay_shared() -> None:
     table = lmdecode.BlockTable(100, 8, 10)
     assert table.insert(150, 4) == range(4)
@@ -252,9 +247,6 @@ def test_a_table_of_nothing() -> None:
     assert repr(table) == "BlockTable(0 rows, 0 of 0 blocks of 64 free)"
 
 
-# --- The ops, against the reference ---------------------------------------------------------------
-
-
 def op_state(seed: int) -> tuple[list[torch.Tensor], int, int]:
     """A state that some history leads to, its rows and block size."""
     model = Model(seed)
@@ -297,9 +289,6 @@ def test_ops_are_those_of_the_reference(seed: int) -> None:
         torch.ops.lmdecode.block_table_reorder_(*ours, parents, rows, block_size)
         reference.block_table_reorder_(*theirs, parents, rows, block_size)
         assert same_state(ours, theirs)
-
-
-# --- Wrong calls ----------------------------------------------------------------------------------
 
 
 def a_table() -> lmdecode.BlockTable:

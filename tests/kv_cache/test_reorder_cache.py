@@ -48,9 +48,6 @@ def check(
         assert torch.equal(raw(got), raw(want)), f"tensors[{number}], {parents.tolist()}"
 
 
-# --- Parent maps ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", range(1, 7))
 def test_every_map(rows: int) -> None:
     """All rows ** rows of them: each on two small caches of its own, compared together."""
@@ -125,9 +122,6 @@ def test_parents_of_either_type_and_any_stride(dtype: torch.dtype, device: torch
     check([tensor], parents[:, 0], device)
     check([tensor], parents[:, 0].contiguous(), device)
     check([tensor], torch.tensor([2], dtype=dtype).expand(5), device)
-
-
-# --- Dtypes and layouts ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -286,9 +280,6 @@ def test_conjugate_views_are_refused_by_torch() -> None:
     with pytest.raises(RuntimeError, match="conjugate"):
         lmdecode.reorder_cache_([cache.conj()], torch.tensor([2, 0, 0]))
     assert torch.equal(cache, before)
-
-
-# --- Wrong calls ----------------------------------------------------------------------------------
 
 
 def cache(*shape: int) -> torch.Tensor:

@@ -56,9 +56,6 @@ def chunk(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return k, torch.randn(BATCH, HEADS, n, VALUE_SIZE, generator=generator)
 
 
-# --- Tokens and rows
-
-
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.integers(0, 25)),
@@ -257,9 +254,6 @@ def test_defaults() -> None:
     assert "window 10 of 73 slots" in repr(cache)
 
 
-# --- Attention
-
-
 def attend_to_all(
     q: torch.Tensor, tokens: Tokens, queries: int, padding: torch.Tensor | None, options: dict
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -394,9 +388,6 @@ def test_the_result_depends_on_the_row_alone() -> None:
             outs.append(cache.attend(q[rows], k[rows], v[rows]))
         results.append(torch.cat(outs, 2)[rows])
     assert torch.equal(*results)
-
-
-# --- Wrong calls
 
 
 Q, (K, V) = torch.randn(BATCH, 4, 2, SIZE), chunk(2)

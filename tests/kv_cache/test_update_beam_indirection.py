@@ -36,9 +36,6 @@ def check(
     assert torch.equal(table.cpu(), expected), (parents, length)
 
 
-# --- The index ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("capacity", [0, 1, 2, 33, 1023, 1024, 1025, 5000])
 def test_as_the_reference(capacity: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -65,9 +62,6 @@ def test_what_lies_around_the_table_stays(device: torch.device) -> None:
     buffer = buffer.to(device)
     lmdecode.update_beam_indirection_(buffer[1:5, 7:30], parents.to(device), 20)
     assert torch.equal(buffer.cpu(), expected)
-
-
-# --- Read through the index -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -133,9 +127,6 @@ def test_gather(dtype: torch.dtype, device: torch.device) -> None:
         want = reference_gather(states, table[:, :11], length)
         got = lmdecode.gather_indirect(states.to(device), table.to(device), length)
         assert got.dtype == dtype and torch.equal(got.cpu(), want)
-
-
-# --- Wrong calls ----------------------------------------------------------------------------------
 
 
 def table() -> torch.Tensor:

@@ -41,9 +41,6 @@ def test_a_weight_that_has_been_packed(dtype: str, has_bias: bool) -> None:
     assert_same_bits(again(normal(3, 70, seed=1)), layer(normal(3, 70, seed=1)))
 
 
-# --- Against the reference ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 13, 40, 300])
 def test_rows(dtype: str, rows: int) -> None:
@@ -117,9 +114,6 @@ def test_activations_are_accurate(activation: str) -> None:
 def test_activations_of_inf_and_nan(activation: str | None) -> None:
     got = PackedLinear(torch.ones(1, 1))(torch.tensor([[INF], [NAN]]), activation=activation)
     assert got[0] == INF and got[1].isnan()
-
-
-# --- Rows, threads, strides -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -226,9 +220,6 @@ def test_many_rows_and_outputs(dtype: str) -> None:
         assert_same_bits(got, want)
     else:
         assert_close(got, want, x, weight)
-
-
-# --- Formats --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -374,8 +365,6 @@ def test_rows_of_zeros() -> None:
     for dtype in EXACT:
         assert not PackedLinear(normal(20, 30), dtype=dtype)(x).any()
 
-
-# --- CPU capabilities -----------------------------------------------------------------------------
 
 CAPABILITY_SCRIPT = """
 import test_packed_linear as tests

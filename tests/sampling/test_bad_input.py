@@ -171,9 +171,6 @@ def test_tensors_on_two_devices(name: str) -> None:
         lmdecode.top_k_top_p_sample(logits(), **{name: value.cuda()})
 
 
-# --- The generator --------------------------------------------------------------------------------
-
-
 @wrong_calls(WRONG)
 def test_a_failing_call_draws_nothing(wrong: WrongCall, device: torch.device) -> None:
     arguments = {"logits": logits(), **wrong[1]}
@@ -248,9 +245,6 @@ def test_a_generator_advances_by_the_rows_alone(case: str, device: torch.device)
     torch.randint(0, 2**63 - 1, (BATCH,), generator=expected, device=device)
     assert torch.equal(generator.get_state(), expected.get_state())
     assert not torch.equal(generator.get_state(), before)
-
-
-# --- The out variant ------------------------------------------------------------------------------
 
 
 def out_tensors(device: torch.device) -> dict[str, torch.Tensor]:
@@ -337,9 +331,6 @@ def test_out_tensors_are_checked(name: str, wrong: str, device: torch.device) ->
         call_out({**out, name: WRONG_OUTPUTS[wrong](out[name])}, device)
     for key, tensor in out.items():
         assert torch.equal(tensor, before[key]), key
-
-
-# --- Empty batches --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

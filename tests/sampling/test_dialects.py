@@ -56,9 +56,6 @@ def stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sort", stable)
 
 
-# --- transformers ---------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("stable_sort")
 @pytest.mark.parametrize("vocab", [1, 2, 8, 50, 333, 2000])
 def test_transformers(vocab: int, device: torch.device) -> None:
@@ -116,9 +113,6 @@ def test_transformers_top_p_zero_and_ties(device: torch.device) -> None:
     assert out.index.tolist() == [2, 3]
 
 
-# --- vllm -----------------------------------------------------------------------------------------
-
-
 def vllm_row(y: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """Min-p, then top-k, then top-p on one ascending sort; y is [V] f64."""
     probability = y.softmax(-1)
@@ -172,9 +166,6 @@ def test_vllm_min_p_comes_first(device: torch.device) -> None:
     arguments = {"top_p": 0.75, "min_p": 0.3}
     assert lmdecode.top_k_top_p_sample(logits, **arguments, dialect="vllm").kept_count.item() == 2
     assert lmdecode.top_k_top_p_sample(logits, **arguments).kept_count.item() == 3
-
-
-# --- Ascend ---------------------------------------------------------------------------------------
 
 
 def ascend_row(

@@ -35,9 +35,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 Array = np.ndarray
 
 
-# --- The brute force ------------------------------------------------------------------------------
-
-
 class Call(NamedTuple):
     """The arguments of a call: x [B, V] and the parameters [B] as f32, k as int64."""
 
@@ -229,9 +226,6 @@ def check(case: SamplingCase, device: torch.device) -> int:
     return int(decided.sum())
 
 
-# --- Random rows ----------------------------------------------------------------------------------
-
-
 def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     vocab = x.shape[1]
     if layout == "transposed":
@@ -329,9 +323,6 @@ def test_random_calls(seed: int, device: torch.device) -> None:
         compared += check(case, device)
     assert compared > 800
     assert rows - compared < 0.1 * rows
-
-
-# --- The brute force can fail ---------------------------------------------------------------------
 
 
 def tampered(out: SampleOutput, name: str, row: int, value: float) -> SampleOutput:

@@ -22,9 +22,6 @@ def take(out: SampleOutput, rows: list[int]) -> SampleOutput:
     return SampleOutput(*(None if field is None else field[rows] for field in out))
 
 
-# --- Batches --------------------------------------------------------------------------------------
-
-
 def test_row_alone_in_batch_and_permuted(device: torch.device) -> None:
     for number, case in enumerate(cases(4, 60, vocab_sizes=(5, 33, 200, 1000), max_batch=9)):
         case = case.to(device)
@@ -69,8 +66,6 @@ def test_memory_layout_does_not_matter(device: torch.device) -> None:
         copy = SamplingCase(case.name, case.logits.contiguous(), dense)
         assert_same_bits(sample(case), sample(copy), case)
 
-
-# --- Properties -----------------------------------------------------------------------------------
 
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 LEVELS = st.sampled_from([-2.0, -1.0, -0.5, 0.0, -0.0, 0.5, 1.0])
@@ -157,9 +152,6 @@ def test_smaller_parameters_keep_fewer(
         filler = 0.0 if parameters["dialect"] == "ascend_v2_probabilities" else -float("inf")
         kept.append(out.kept_logits != filler)
     assert not (kept[0] & ~kept[1]).any()
-
-
-# --- CPU capabilities -----------------------------------------------------------------------------
 
 
 def test_unknown_cpu_capability() -> None:

@@ -35,9 +35,6 @@ def chi_square(observed: np.ndarray, probability: np.ndarray) -> float:
     return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
 
 
-# --- Known answers --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
@@ -83,9 +80,6 @@ def test_noise_increases_with_its_bits() -> None:
         high = torch.tensor([x >> 32 for x in r])
         low = torch.tensor([x & WORD for x in r])
         assert bool((exponential_noise(high, low).diff() >= 0).all())
-
-
-# --- The tail, exactly ----------------------------------------------------------------------------
 
 
 def count_below(limit: float | np.ndarray) -> np.ndarray:
@@ -154,8 +148,6 @@ def test_the_op_draws_rare_tokens(
         )
         assert before.index.item() != token
 
-
-# --- Draws ----------------------------------------------------------------------------------------
 
 PROBABILITIES = np.array([0.35, 0.25, 0.15, 0.1, 0.08, 0.04, 0.02, 0.01])
 DRAWS = 40_000
@@ -263,9 +255,6 @@ def test_noise_is_uncorrelated() -> None:
         assert abs(correlation(noise, token_noise(*other, tokens))) < 4, other
     assert noise.mean().item() == pytest.approx(1, abs=4 / math.sqrt(len(tokens)))
     assert noise.var().item() == pytest.approx(1, abs=4 * math.sqrt(8 / len(tokens)))
-
-
-# --- Seeds ----------------------------------------------------------------------------------------
 
 
 def test_an_int_seed_is_a_seed_a_row(device: torch.device) -> None:

@@ -97,9 +97,6 @@ def test_compiled_in_one_graph() -> None:
         assert_same_bits(compiled(x, *arguments), step(x, *arguments), str(arguments))
 
 
-# --- Parameters as an object ----------------------------------------------------------------------
-
-
 def test_a_range_is_a_list(device: torch.device) -> None:
     for name in ("top_k", "top_p", "temperature", "seed", "position"):
         ranged = range(1, 4) if name != "top_p" else range(-1, 2)

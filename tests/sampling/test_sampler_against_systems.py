@@ -24,9 +24,6 @@ from tests.support.samplers import SamplerUnderTest
 INF = np.inf
 
 
-# --- transformers ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def stable_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the order of equal scores in what transformers calls a defined one: lowest ids first."""
@@ -148,9 +145,6 @@ def test_transformers_edits(sampler: SamplerUnderTest) -> None:
         message = f"{arguments}, {prompt}, {output}"
         np.testing.assert_array_equal(out.kept_logits, expected, err_msg=message)
         assert out.index[0] == expected[0].argmax(), message
-
-
-# --- vLLM -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -252,9 +252,6 @@ def test_defaults_of_torch_do_not_matter() -> None:
     assert torch.equal(outs[0].index, outs[1].index)
 
 
-# ---- the ops
-
-
 def new_rows() -> tuple[torch.Tensor, tuple[int, int, int]]:
     sizes = (VOCAB, 64, 16)
     state = torch.zeros(2, ops.sampler_row_bytes(*sizes), dtype=torch.uint8)

@@ -27,9 +27,6 @@ def edited(
     return tested.sample(logits).kept_logits[0].tolist()
 
 
-# --- Edits ----------------------------------------------------------------------------------------
-
-
 def test_dry(sampler: SamplerUnderTest) -> None:
     """After 1 2 3, 1 2 again: a 3 goes on with a repetition of two."""
 
@@ -121,9 +118,6 @@ def test_a_bitmask(sampler: SamplerUnderTest) -> None:
     words = torch.tensor([[1 << 3, -(1 << 31), 1 << 5]], dtype=torch.int32)
     kept = tested.sample(torch.zeros(1, vocab), words).kept_logits[0]
     assert (kept > -INF).nonzero().flatten().tolist() == [3, 63, 69]
-
-
-# --- Chances --------------------------------------------------------------------------------------
 
 
 def test_the_chance_of_xtc(sampler: SamplerUnderTest) -> None:
@@ -254,9 +248,6 @@ def test_adaptive_p_holds_its_target(sampler: SamplerUnderTest) -> None:
         assert torch.equal(tested.sample(x).index, new.sample(x).index)
 
 
-# --- Sequences ------------------------------------------------------------------------------------
-
-
 EVERYTHING: dict[str, Any] = {
     "temperature": 1.3, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "mirostat_tau": 2.0,
     "mirostat_eta": 0.4, "no_repeat_ngram_size": 3, "dry_multiplier": 0.4, "xtc_probability": 0.3,
@@ -369,9 +360,6 @@ def test_insert_goes_on_with_what_the_constructor_was_told(sampler: SamplerUnder
     assert tested.sample(logits).kept_count.tolist() == [5, 1]
     tested.insert(1)
     assert tested.sample(logits).kept_count.tolist() == [5, 3]
-
-
-# --- Results --------------------------------------------------------------------------------------
 
 
 def test_log_probabilities_and_the_kept_set(sampler: SamplerUnderTest) -> None:

@@ -28,9 +28,6 @@ def logs(*probabilities: float) -> list[float]:
     return [math.log(p) for p in probabilities]
 
 
-# --- top-k ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("k", [-7, -1, 0, 5, 6, 10**12])
 def test_top_k_off(k: int, device: torch.device) -> None:
     assert kept([3.0, 1.0, 2.0, 5.0, 4.0], device, top_k=k) == [0, 1, 2, 3, 4]
@@ -59,9 +56,6 @@ def test_k_larger_than_the_limits_of_other_systems(device: torch.device) -> None
     row = torch.arange(5000.0, device=device)
     out = lmdecode.top_k_top_p_sample(row[None] * 1e-3, top_k=4321)
     assert out.kept_count.item() == 4321
-
-
-# --- top-p ----------------------------------------------------------------------------------------
 
 
 def test_top_p_keeps_the_smallest_prefix_that_reaches_p(device: torch.device) -> None:
@@ -114,9 +108,6 @@ def test_top_p_sees_the_softmax_of_what_top_k_left(device: torch.device) -> None
     assert kept(row, device, top_k=2, top_p=0.54) == [0]  # 0.3 / 0.55 = 0.545
 
 
-# --- min-p ----------------------------------------------------------------------------------------
-
-
 def test_min_p_keeps_a_share_of_the_largest_probability(device: torch.device) -> None:
     row = logs(0.5, 0.24, 0.06, 0.2)
     assert kept(row, device, min_p=0.3) == [0, 1, 3]
@@ -132,9 +123,6 @@ def test_min_p_off(min_p: float, device: torch.device) -> None:
 @pytest.mark.parametrize("min_p", [1.0, 3.0])
 def test_min_p_one_keeps_one(min_p: float, device: torch.device) -> None:
     assert kept([0.0, 2.0, 2.0], device, min_p=min_p) == [1]
-
-
-# --- Temperature ----------------------------------------------------------------------------------
 
 
 def test_temperature_comes_first(device: torch.device) -> None:
@@ -177,9 +165,6 @@ def test_infinite_temperature_is_uniform(device: torch.device) -> None:
     assert out.kept_logits is not None and out.logprob is not None
     assert out.kept_logits.tolist() == [[0.0, 0.0, -INF, -INF]]
     assert out.logprob.item() == pytest.approx(math.log(0.5))
-
-
-# --- Special values -------------------------------------------------------------------------------
 
 
 def test_nan_counts_as_minus_infinity(device: torch.device) -> None:
@@ -246,9 +231,6 @@ def test_parameters_that_are_no_numbers(device: torch.device) -> None:
         assert count == 2 or out.index.item() == 1
     greedy = lmdecode.top_k_top_p_sample(row, temperature=-0.0, seed=1)
     assert (greedy.index.item(), greedy.status.item()) == (1, 0)
-
-
-# --- Choice ---------------------------------------------------------------------------------------
 
 
 def test_without_noise_the_largest_is_chosen(device: torch.device) -> None:

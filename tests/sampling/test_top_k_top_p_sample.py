@@ -30,9 +30,6 @@ def check(case: SamplingCase, device: torch.device) -> None:
     assert_same_bits(actual, expected, case)
 
 
-# --- Random calls ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_small_rows(seed: int, device: torch.device) -> None:
     for case in sampling_cases(seed, 500, vocab_sizes=SMALL_VOCAB_SIZES):
@@ -55,9 +52,6 @@ def test_many_rows(device: torch.device) -> None:
     """Batches with more rows than threads."""
     for case in sampling_cases(3000, 20, vocab_sizes=(17, 64, 300), max_batch=200):
         check(case, device)
-
-
-# --- Every size, stage mix, dtype and layout ------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -241,9 +235,6 @@ def test_layouts(layout: str, dtype: torch.dtype, device: torch.device) -> None:
             assert actual.kept_logits is not None and actual.kept_logits.is_contiguous()
 
 
-# --- Very large vocabularies ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["normal", "equal", "ascending", "two values", "+inf", "NaN"])
 def test_vocabulary_of_a_million(kind: str, device: torch.device) -> None:
     row = row_kinds(2**20)[kind]
@@ -260,9 +251,6 @@ def test_masses_with_fewer_fraction_bits(device: torch.device) -> None:
         for row in (randn(vocab), torch.zeros(vocab)):
             arguments = {"top_p": 0.5, "return_logprob": True}
             check(SamplingCase("fraction bits", row[None], arguments), device)
-
-
-# --- What is asked for ----------------------------------------------------------------------------
 
 
 def test_outputs_on_request(device: torch.device) -> None:

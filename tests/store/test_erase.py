@@ -109,9 +109,6 @@ def test_a_reader_in_another_store_sees_it(open_store: Open) -> None:
     assert reader.load(held) is None and not reader.lookup(_ONE)
 
 
-# --- the command line -----------------------------------------------------------------------------
-
-
 def _fill(open_store: Open) -> list[str]:
     """Two fingerprints, both with the sessions "one" and "other"; their names."""
     names = []
@@ -175,9 +172,6 @@ def test_what_is_removed_was_overwritten(open_store: Open, tmp_path: Path) -> No
     assert _is_in_files(tmp_path / "blocks", 701, 702, 703)
     assert main(["rm", str(tmp_path / "store"), "--all"]) == 0
     assert not any(any(file.read_bytes()) for file in (tmp_path / "blocks").iterdir())
-
-
-# --- the second tier ------------------------------------------------------------------------------
 
 
 def test_the_second_tier_forgets_it_too(host: Callable[..., KVStore], server: Server) -> None:

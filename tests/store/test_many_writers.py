@@ -36,9 +36,6 @@ def _is_writer(store: KVStore) -> bool:
     return bool(store._handle.native.is_writer)
 
 
-# --- one process, two stores ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[tuple[KVStore, KVStore]]:
     with _open(tmp_path / "store") as first, _open(tmp_path / "store") as second:
@@ -182,9 +179,6 @@ def test_nonsense_on_the_socket_harms_nobody(two: tuple[KVStore, KVStore]) -> No
                 pass
     assert second.put(_TOKENS, cache(_TOKENS)) == len(_TOKENS)
     assert os.stat(Path(first._handle.directory) / "socket").st_mode & 0o777 == 0o600
-
-
-# --- processes ------------------------------------------------------------------------------------
 
 
 def _write(folder: Path, writer: int, first: int, count: int, told: Connection) -> None:

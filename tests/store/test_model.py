@@ -113,9 +113,6 @@ StoreMachine.TestCase.settings = settings(
 TestStore = StoreMachine.TestCase
 
 
-# --- what is faster -------------------------------------------------------------------------------
-
-
 def test_loading_is_chosen_where_it_is_faster() -> None:
     costs = CostModel()
     assert costs.should_load(10, 10**9)  # nothing measured yet
@@ -144,9 +141,6 @@ def test_a_store_measures_its_loads(tmp_path: Path) -> None:
         store.record_prefill(40, 1e-9)
         assert not store.should_load(hit)
         assert not store.should_load(store.lookup([999]))
-
-
-# --- fingerprints of models -----------------------------------------------------------------------
 
 
 class Config:

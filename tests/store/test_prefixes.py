@@ -135,8 +135,6 @@ def test_an_empty_prefix(open_store: Open) -> None:
     assert store.load(store.lookup([])) is None
 
 
-# --- what must never hit -------------------------------------------------------------------------
-
 CHANGES = [
     dict(model_id="another"), dict(weights_hash="revised"), dict(dtype="bfloat16"),
     dict(rope={"theta": 1e6}), dict(window=4), dict(window=(None, 4, None)),
@@ -180,8 +178,6 @@ def test_a_store_of_another_layout_is_refused(open_store: Open) -> None:
         open_store(chunk_tokens=CHUNK + 1)
     assert open_store(chunk_tokens=None).stats()["chunk_tokens"] == CHUNK
 
-
-# --- layers with a window -------------------------------------------------------------------------
 
 LONG = [(7 * n) % 23 for n in range(60)]
 
@@ -289,9 +285,6 @@ def test_a_layer_with_a_window_is_loaded_into_just_its_last_tokens(open_store: O
     assert store.load(hit, out=out) is out
     with pytest.raises(ValueError, match="layer 1 has 10 keys; expected 9"):
         store.load(hit, out=windowed(LONG, 10, 10))
-
-
-# --- wrong calls ----------------------------------------------------------------------------------
 
 
 def test_wrong_calls(open_store: Open, tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from store_cases import CHUNK, cache, fingerprint, same
 from lmdecode.store import KVStore
 from tests.support.processes import run_python
 
-# --- sharing --------------------------------------------------------------------------------------
-
 
 def test_another_host_finds_what_was_stored(host: Callable[..., KVStore], server: Server) -> None:
     assert remote_stats(filled(host, server.url))["entries_written"] == 4
@@ -152,9 +150,6 @@ def test_a_small_store_takes_what_fits(host: Callable[..., KVStore], server: Ser
     assert other.lookup(TOKENS).num_tokens == 16
     tenant = host(server.url, quota_bytes=size)
     assert tenant.lookup(TOKENS).num_tokens == 8
-
-
-# --- what a server may do -------------------------------------------------------------------------
 
 
 def swap(client: redis.Redis, name: bytes) -> None:

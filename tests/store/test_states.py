@@ -50,9 +50,6 @@ def found(store: KVStore, length: int, tokens: Sequence[int] = TOKENS) -> int:
     return hit.num_tokens
 
 
-# --- where a prefix is found ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("v_layout", ["column", "row"])
 @pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, len(TOKENS)])
 def test_every_bit_comes_back(open_store: Open, length: int, v_layout: str) -> None:
@@ -166,9 +163,6 @@ def test_several_prefixes_at_once(open_store: Open) -> None:
     assert store.stats()["entries"] == 3 and store.stats()["puts"] == 3
 
 
-# --- copies, erasing, eviction, damage ------------------------------------------------------------
-
-
 def test_copies_have_the_states(open_store: Open, tmp_path: Path) -> None:
     store = open_store(fingerprint=OF)
     for length in (CHUNK, len(TOKENS)):
@@ -259,9 +253,6 @@ def test_a_damaged_entry_is_a_miss(open_store: Open, part: str) -> None:
     assert store.stats()["damaged"] == (0 if is_whole else 1)
     put(store, 2 * CHUNK + 4)
     assert found(store, len(TOKENS)) == 2 * CHUNK + 4
-
-
-# --- fingerprints ---------------------------------------------------------------------------------
 
 
 def test_stores_without_states_keep_their_names(open_store: Open) -> None:

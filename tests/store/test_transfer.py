@@ -123,9 +123,6 @@ def test_verify_reports_and_drops(filled: Open, tmp_path: Path) -> None:
     assert not store.verify().damage
 
 
-# --- commands -------------------------------------------------------------------------------------
-
-
 def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "lmdecode.store", *arguments)
 

@@ -39,9 +39,6 @@ def settings_changed(folder: Path, new: Path, **settings: Any) -> Path:
     return new
 
 
-# --- Configs --------------------------------------------------------------------------------------
-
-
 def test_whispers_generation_config_is_that_of_its_original(root: Path) -> None:
     got = lmdecode.Decoding.from_pretrained(converted("whisper", root)).model
     want = original("whisper")
@@ -129,9 +126,6 @@ def test_epsilons_of_the_config(root: Path, tmp_path: Path) -> None:
             assert decoding.encoder.parts["encoder"].config.norm_epsilon == 0.015625
 
 
-# --- Vocabularies, tokenizers, features -----------------------------------------------------------
-
-
 def test_vocabularies(root: Path, tmp_path: Path) -> None:
     words = words_of(original("t5"))
     assert load_vocabulary(converted("t5", root)) == words
@@ -182,9 +176,6 @@ def test_features_have_the_models_mel_bins(root: Path, tmp_path: Path) -> None:
     assert load_feature_extractor(folder).hop_length == 80
     with pytest.raises(ValueError, match="is a 'TransformerSpec'; expected 'WhisperSpec'"):
         load_feature_extractor(converted("marian", root))
-
-
-# --- Models ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["marian", "whisper", "llama"])
@@ -407,9 +398,6 @@ def test_variables_that_are_missing_or_otherwise(kind: str, root: Path, tmp_path
             decoding.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
         shutil.rmtree(new)
     assert refused > 15
-
-
-# --- Sources, lengths, settings -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["marian", "m2m_100", "t5"])

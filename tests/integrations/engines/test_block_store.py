@@ -75,9 +75,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "store" / FINGERPRINT.name
 
 
-# --- Blocks ---------------------------------------------------------------------------------------
-
-
 def test_blocks_are_whole_and_depend_on_all_before() -> None:
     tokens = text(3 * SIZE + 5)
     blocks = blocks_of(tokens, SIZE, b"")
@@ -97,9 +94,6 @@ def test_blocks_of_a_text_that_grows_are_those_of_the_whole_text() -> None:
     for length in range(0, 6 * SIZE + 1, 7):
         known = blocks_of(tokens[:length], SIZE, b"s", known)
         assert known == blocks_of(tokens[:length], SIZE, b"s")
-
-
-# --- What is found --------------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_found_by_a_reader_and_after_a_restart(
@@ -167,9 +161,6 @@ def test_tensors_may_change_as_soon_as_they_are_saved(make: Callable[..., BlockS
         for keys, values in kv:
             keys.zero_(), values.zero_()
     assert all(holds(store, block) for block in blocks)
-
-
-# --- What cannot be -------------------------------------------------------------------------------
 
 
 def test_a_damaged_block_is_a_miss_and_is_stored_anew(

@@ -27,8 +27,6 @@ from lmdecode.integrations.transformers import DynamicRingCache, StaticRingCache
 from lmdecode.integrations.transformers.caches.ring_states import RingStates
 from tests.support.releases import BEFORE_5_3, READS_DRAFTS
 
-# --- generate()
-
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("cache", [c for c in CACHES if c != "none"])
@@ -102,9 +100,6 @@ def test_half_precision(dtype: torch.dtype) -> None:
             model.set_attn_implementation(implementation)
             errors[implementation] = (model(ids).logits.float() - want).abs().max()
     assert errors["lmdecode"] < 2 * errors["eager"]
-
-
-# --- Chunks, masks
 
 
 LENGTHS = [1, 3, 1, 20, 1, 1, 2, 7, 90, 1]
@@ -320,9 +315,6 @@ def test_an_encoder_and_its_decoder(make_model: Callable[[str], Any], padded: bo
     finally:
         model.set_attn_implementation("eager")
     assert torch.equal(got, want)
-
-
-# --- Wrong calls
 
 
 def test_training_is_refused(build: Callable[[str, str], Any]) -> None:

@@ -158,8 +158,6 @@ def test_as_transformers_4_38(cases, make_model, kind, name):
             )
 
 
-# --- Groups ---------------------------------------------------------------------------------------
-
 GROUPS = {"num_beams": 6, "num_beam_groups": 3, "diversity_penalty": 1.0, "max_new_tokens": 9}
 
 
@@ -277,9 +275,6 @@ def test_logits_without_a_token_raise(llama, prompts):
         hook.remove()
 
 
-# --- The diversity processor ----------------------------------------------------------------------
-
-
 def test_hamming_diversity_counts_what_earlier_groups_chose():
     processor = HammingDiversityLogitsProcessor(0.5, num_beams=6, num_beam_groups=3)
     scores = torch.randn(4, 10)
@@ -316,9 +311,6 @@ def test_hamming_diversity_keeps_the_dtype_of_the_scores(dtype):
 def test_hamming_diversity_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         HammingDiversityLogitsProcessor(*arguments)
-
-
-# --- Constraints ----------------------------------------------------------------------------------
 
 
 def test_every_result_holds_the_words(make_model, prompts):

@@ -96,9 +96,6 @@ def same_tokens_and_scores(model, *inputs, **arguments) -> None:
     assert_same(expected, got)
 
 
-# --- Results --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=_name)
 @pytest.mark.parametrize("name", ["gpt2", "bart", "t5"])
 def test_the_op_does_what_the_processors_do(make_model, prompts, op_calls, name, options):
@@ -169,8 +166,6 @@ def test_scores_of_another_dtype(llama, prompts):
     expected, got = both(llama, prompts, **arguments)
     assert torch.equal(got, expected)
 
-
-# --- What is fused --------------------------------------------------------------------------------
 
 REPETITION = RepetitionPenaltyLogitsProcessor(1.5)
 NGRAMS = NoRepeatNGramLogitsProcessor(2)

@@ -30,8 +30,6 @@ from lmdecode.integrations.transformers import (
 from lmdecode.integrations.transformers.caches.beam_caches import BeamLayer, BeamSlidingWindowLayer
 from tests.support.releases import BEFORE_5_4, BEFORE_5_5, BEFORE_5_23, queries
 
-# --- reorder_beams --------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -217,9 +215,6 @@ def test_wrong_beam_indices() -> None:
     with pytest.raises(ValueError, match="parents"):
         cache.layers[0].reorder_cache(torch.tensor([0, 1]))  # the cache alone can change its rows
     assert torch.equal(cache.layers[0].keys, states(4, 5))
-
-
-# --- beam_cache and expand_beams ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [k for k in CACHES if "static" not in k])

@@ -270,9 +270,6 @@ def test_bfloat16_weights() -> None:
     assert torch.equal(layer.ffn_down_bias, own.bias.float() * 0.4)
 
 
-# --- what is refused ------------------------------------------------------------------------------
-
-
 def _refused(model: Any, match: str) -> None:
     with pytest.raises(
         ValueError, match=r"^Decoding\.from_pretrained: .*" + match + ".*" + POINTER

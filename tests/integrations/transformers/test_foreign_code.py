@@ -226,9 +226,6 @@ def test_a_compiled_encoder_decoder_model_is_taken() -> None:
     assert torch.equal(decoding.generate(IDS, **OPTIONS), want)
 
 
-# --- Folders --------------------------------------------------------------------------------------
-
-
 def change_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -300,9 +297,6 @@ def test_a_method_that_is_set_after_a_first_look(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(SameLlama, "forward", OtherLlama.forward, raising=False)
     with pytest.raises(ValueError, match="model is a SameLlama whose forward is not that of"):
         lmdecode.Decoding.from_pretrained(model)
-
-
-# --- pack_linears_ --------------------------------------------------------------------------------
 
 
 def test_layers_with_code_of_others_are_not_packed() -> None:

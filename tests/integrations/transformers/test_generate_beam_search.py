@@ -36,9 +36,6 @@ def results(monkeypatch) -> list[SearchResult]:
     return seen
 
 
-# --- Parity ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING, ids=str)
 def test_tokens_and_scores(beam_model, prompts, early_stopping, results):
     """Without ``output_scores`` the op reads the model's logits; it is the scores' peer here."""
@@ -192,9 +189,6 @@ def test_bound_beforehand(llama, prompts):
     assert torch.equal(got, expected)
 
 
-# --- Sampling -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING, ids=str)
 def test_sampling_draws_what_transformers_draws(beam_model, prompts, early_stopping):
     for seed in range(6):
@@ -233,9 +227,6 @@ def test_sampling_with_other_criteria(llama, prompts):
                 llama, prompts, seed=seed, stopping_criteria=[EndsIn(*range(20, 32))], **arguments
             )
         )
-
-
-# --- Stopping -------------------------------------------------------------------------------------
 
 
 class EndsIn(StoppingCriteria):
@@ -317,9 +308,6 @@ def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypat
         monkeypatch.undo()
     assert len(forwards) == 5 + extra_steps
     assert torch.equal(got, both(llama, prompts, **arguments)[0])
-
-
-# --- The cache ------------------------------------------------------------------------------------
 
 
 def test_only_maps_that_move_rows_reorder_the_cache(llama, prompts, monkeypatch):

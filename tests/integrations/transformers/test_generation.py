@@ -61,9 +61,6 @@ class Overwrite(LogitsProcessor):
         return scores
 
 
-# --- Greedy search --------------------------------------------------------------------------------
-
-
 def test_greedy_outputs_are_those_of_transformers(model, prompts):
     arguments = {"do_sample": False, "max_new_tokens": 12, **EVERYTHING}
     expected = model.generate(prompts, **arguments)
@@ -137,9 +134,6 @@ def test_greedy_from_embeddings_and_from_a_cache(llama, prompts):
         return llama.generate(first.sequences, past_key_values=cache, **arguments, **kwargs)
 
     assert torch.equal(continued(custom_generate=sample), continued())
-
-
-# --- Stopping, padding, streaming -----------------------------------------------------------------
 
 
 def test_end_tokens_end_rows(model, prompts):
@@ -385,9 +379,6 @@ def test_num_return_sequences(make_model, prompts, name):
         assert torch.equal(ids[:, : prompts.shape[1]], prompts.repeat_interleave(4, 0))
     for copies in ids.view(3, 4, -1).tolist():
         assert len(set(map(tuple, copies))) > 1
-
-
-# --- Errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])

@@ -51,9 +51,6 @@ def processed_by_transformers(
     return [chain(sequences[:, : prompt_length + i], x) for i, x in enumerate(logits)]
 
 
-# --- Noise ---------------------------------------------------------------------------------------
-
-
 def test_manual_seed_repeats_a_run(model, prompts):
     def run(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
@@ -203,9 +200,6 @@ def test_first_token_has_the_distribution_of_transformers(make_model, arguments)
     assert z < 4
 
 
-# --- Processors and scores -----------------------------------------------------------------------
-
-
 def test_scores_are_those_of_transformers(model, prompts):
     torch.manual_seed(3)
     got = model.generate(
@@ -315,9 +309,6 @@ def test_processors_are_given_float32_and_the_sequence_so_far(make_model, prompt
     assert [dtype for _, dtype in seen] == [torch.float32] * 3
     for step, (input_ids, _) in enumerate(seen):
         assert torch.equal(input_ids, ids[:, : prompts.shape[1] + step])
-
-
-# --- What is called -------------------------------------------------------------------------------
 
 
 def test_one_op_call_a_step_replaces_the_warpers(model, prompts, spy):

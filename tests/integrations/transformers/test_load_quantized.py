@@ -257,8 +257,6 @@ def test_layers_that_differ_from_the_symmetric_ones(tmp_path: Path) -> None:
     check(load_quantized(tmp_path, dtype=torch.float32), want, torch.float32)
 
 
-# --- What is refused ------------------------------------------------------------------------------
-
 Q_PROJ, UP_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj"
 
 

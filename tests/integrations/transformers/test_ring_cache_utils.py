@@ -206,9 +206,6 @@ def test_wrong_states_are_refused() -> None:
         assert torch.equal(layer.keys, before) and layer.get_seq_length() == 12
 
 
-# --- Caches
-
-
 def config(**options: Any) -> Any:
     return transformers.Gemma2Config(
         num_hidden_layers=3, sliding_window=WINDOW,

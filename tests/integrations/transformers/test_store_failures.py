@@ -29,9 +29,6 @@ def expected(tmp_path: Path) -> list[int]:
         return converse(model, store, "a", TURNS)[0]
 
 
-# --- what belongs to others -----------------------------------------------------------------------
-
-
 def test_tenants_and_contexts_never_meet(tmp_path: Path) -> None:
     model = model_of("llama")
     with store_of(model, tmp_path) as store:
@@ -111,9 +108,6 @@ def test_the_fingerprint_of_the_shipped_model() -> None:
     assert one.tokenizer_hash is not None
     assert one != Fingerprint.from_model(model)
     assert one.weights_hash != Fingerprint.from_model(model.float(), tokenizer).weights_hash
-
-
-# --- what a store cannot do -----------------------------------------------------------------------
 
 
 def test_a_store_that_is_only_read(expected: list[int], tmp_path: Path) -> None:

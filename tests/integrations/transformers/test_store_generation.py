@@ -66,9 +66,6 @@ def lookups(store: Any) -> int:
     return stats["hits"] + stats["misses"]
 
 
-# --- the same bits --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_resumed_conversation_has_the_logits_of_an_uninterrupted_one(
@@ -157,9 +154,6 @@ def test_the_prompt_in_one_piece(tmp_path: Path) -> None:
         assert tokens == plain(model, TURNS[0])
         other = torch.cat([TURNS[0][:, :21], ids(4, seed=3)], dim=1)
         assert answer(model, store, "b", other, prefill_chunk_size=None)[0] == plain(model, other)
-
-
-# --- who queries ----------------------------------------------------------------------------------
 
 
 def test_only_a_switch_queries(tmp_path: Path) -> None:
@@ -258,9 +252,6 @@ def test_the_cache_that_is_left_is_let_go(tmp_path: Path) -> None:
     assert second() is None and third() is None
 
 
-# --- sessions -------------------------------------------------------------------------------------
-
-
 def test_fork_and_rewind(tmp_path: Path) -> None:
     model = model_of("llama")
     with store_of(model, tmp_path) as store:
@@ -330,9 +321,6 @@ def test_an_exception_loses_nothing_that_was_said(name: str, tmp_path: Path) -> 
         assert store.stats()["hits"] == 1
 
 
-# --- beams ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loop", [None, beam_search])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", *ENCODER_DECODERS])
 def test_beams(name: str, loop: Any, tmp_path: Path) -> None:
@@ -357,9 +345,6 @@ def test_beams(name: str, loop: Any, tmp_path: Path) -> None:
             longer = torch.cat([expected[:1], ids(3)], dim=1)
             assert answer(model, store, "a", longer)[0] == plain(model, longer)
             session.rewind(0)
-
-
-# --- encoders -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -431,9 +416,6 @@ def test_a_mask_of_the_decoder_without_tokens(name: str, tmp_path: Path) -> None
         assert tokens == plain(model, source)
         with pytest.raises(ValueError, match=r"decoder_attention_mask has zeros or another shape"):
             answer(model, store, "b", source, decoder_attention_mask=0 * ones)
-
-
-# --- arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

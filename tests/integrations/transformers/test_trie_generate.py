@@ -158,9 +158,6 @@ def test_what_is_refused() -> None:
             model.generate(**{**arguments, **more})
 
 
-# --- Sampling and groups --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_beam_sampling(name: str) -> None:
     """transformers draws the same from the same state of the generator."""

@@ -78,9 +78,6 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
     ).tolist()
 
 
-# --- Requests -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 5])
 @pytest.mark.parametrize("chunk", [7, BLOCK, 1000])
 def test_blocks_are_found_after_a_restart(
@@ -249,9 +246,6 @@ def test_failures_are_computed_anew_whatever_vllms_default_is(
     assert configuration.kv_transfer_config.kv_load_failure_policy == "recompute"
 
 
-# --- What is told apart ---------------------------------------------------------------------------
-
-
 def _changes(configuration: Configuration) -> dict[str, Callable[[], None]]:
     model, cache = configuration.model_config, configuration.cache_config
 
@@ -305,9 +299,6 @@ def test_the_place_of_the_model_does_not_count(vllm: Any, configuration: Configu
     moved = configuration.model_folder.rename(configuration.model_folder.with_name("moved"))
     configuration.model_config.model = str(moved)
     assert vllm.fingerprint(configuration, configuration.caches, None).name == before
-
-
-# --- What is refused ------------------------------------------------------------------------------
 
 
 def _refused(configuration: Configuration) -> dict[str, tuple[Callable[[], Any], str]]:
