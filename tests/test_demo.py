@@ -1,6 +1,7 @@
 """The demo as a user runs it."""
 
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -66,21 +67,29 @@ def _check_model(text: str) -> None:
         assert re.search(r" +[\d,]+( +[\d,]+ +[\d.]+x){3}$", row), row
 
 
-def test_model_demo_fails_where_ids_differ(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import lmdecode
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("Decoding.generate", ("model", "--quick", "--model", _MODEL),
+         "ids differ from those of transformers: greedy, prompt 'Psalms"),
+        ("integrations.transformers.sample", ("sampling", "--quick"),
+         "greedy ids differ from those of transformers: prompt 'Genesis 1"),
+    ],
+)  # fmt: skip
+def test_demos_fail_where_ids_differ(
+    name: str, arguments: tuple[Any, ...], message: str, refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    place, _, function = f"lmdecode.{name}".rpartition(".")
+    right = getattr(pkgutil.resolve_name(place), function)
 
-    right = lmdecode.Decoding.generate
-
-    def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
-        ids = right(self, *arguments, **options)
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        ids = right(*arguments, **options)
         ids[0, -1] = (ids[0, -1] + 1) % 5
         return ids
 
-    monkeypatch.setattr(lmdecode.Decoding, "generate", wrong)
-    error = refused("model", "--quick", "--model", _MODEL)
-    assert "ids differ from those of transformers: greedy, prompt 'Psalms" in error
+    monkeypatch.setattr(f"lmdecode.{name}", wrong)
+    assert message in refused(*arguments)
 
 
 def test_model_demo_fails_where_the_first_text_differs(
@@ -131,23 +140,6 @@ def _check_sampling(text: str) -> None:
     for row in rows:
         assert re.search(r"[\d.,]+ +[\d.,]+ +\d+x$", row), row
     assert "V = 128256" in rows[2]
-
-
-def test_demo_fails_where_greedy_ids_differ(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import lmdecode.integrations.transformers as integration
-
-    right = integration.sample
-
-    def wrong(*arguments: Any, **options: Any) -> Any:
-        ids = right(*arguments, **options)
-        ids[0, -1] = (ids[0, -1] + 1) % 5
-        return ids
-
-    monkeypatch.setattr(integration, "sample", wrong)
-    error = refused("sampling", "--quick")
-    assert "greedy ids differ from those of transformers: prompt 'Genesis 1" in error
 
 
 def _check_beam(text: str) -> None:

@@ -303,39 +303,22 @@ def loops_of_transformers(folder: Path) -> Any:
 
 
 @contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
+def switched(switch: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    switch(value)
     try:
         yield
     finally:
-        torch.set_default_device(None)
+        switch(before)
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
+DTYPE = torch.set_default_dtype
 SWITCHES: dict[str, Callable[[], Any]] = {
-    "default device": lambda: default_device("meta"),
-    "default dtype float64": lambda: default_dtype(torch.float64),
-    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "default device": lambda: switched(torch.set_default_device, "meta", None),
+    "default dtype float64": lambda: switched(DTYPE, torch.float64, torch.float32),
+    "default dtype bfloat16": lambda: switched(DTYPE, torch.bfloat16, torch.float32),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference mode": torch.inference_mode,
-    "deterministic algorithms": deterministic,
+    "deterministic algorithms": lambda: switched(torch.use_deterministic_algorithms, True, False),
 }
 
 

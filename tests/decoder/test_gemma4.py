@@ -245,29 +245,22 @@ def test_a_table_of_other_models() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (30, 0, "global_head_size is 0"),
-        (31, 3, "global_num_kv_heads is 3; expected a divisor of num_heads, 4"),
-        (32, 22, "global_rotary_size is 22; expected an even number up to 20"),
-        (33, 2, "value_norm is 2; expected 0 to 1"),
-        (34, -1, "per_layer_size is -1"),
-        (35, 0, "per_layer_format is 0; expected 1 to 3"),
+        (30, 0, "config.global_head_size is 0"),
+        (31, 3, "config.global_num_kv_heads is 3; expected a divisor of num_heads, 4"),
+        (32, 22, "config.global_rotary_size is 22; expected an even number up to 20"),
+        (33, 2, "config.value_norm is 2; expected 0 to 1"),
+        (34, -1, "config.per_layer_size is -1"),
+        (35, 0, "config.per_layer_format is 0; expected 1 to 3"),
+        ((2, 4), 3, r"layout\[2\].keys is 3; expected 0 to 2"),
+        ((2, 5), 0, r"layout\[2\].ffn_size is 0; expected 1 to 88"),
     ],
 )
-def test_sizes_of_the_op(place: int, value: int, message: str) -> None:
+def test_numbers_of_the_op(place: int | tuple[int, int], value: int, message: str) -> None:
     arguments = forward_arguments(new_caches(packed(*SHARED)), Entry(0, random_tokens(3)))
-    sizes = arguments[2] = list(arguments[2])
-    sizes[place] = value
-    with pytest.raises(ValueError, match=f"^causal_forward_: config.{message}"):
-        torch.ops.lmdecode.causal_forward_(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [(4, 3, "keys is 3; expected 0 to 2"), (5, 0, "ffn_size is 0; expected 1 to 88")],
-)
-def test_numbers_of_a_layer(column: int, value: int, message: str) -> None:
-    arguments = forward_arguments(new_caches(packed(*SHARED)), Entry(0, random_tokens(3)))
-    arguments[1] = arguments[1].clone()
-    arguments[1][2, column] = value
-    with pytest.raises(ValueError, match=rf"^causal_forward_: layout\[2\].{message}"):
+    arguments[1], arguments[2] = arguments[1].clone(), list(arguments[2])
+    if isinstance(place, tuple):
+        arguments[1][place] = value
+    else:
+        arguments[2][place] = value
+    with pytest.raises(ValueError, match=f"^causal_forward_: {message}"):
         torch.ops.lmdecode.causal_forward_(*arguments)

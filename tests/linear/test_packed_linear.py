@@ -41,16 +41,22 @@ def test_a_weight_that_has_been_packed(dtype: str, has_bias: bool) -> None:
     assert_same_bits(again(normal(3, 70, seed=1)), layer(normal(3, 70, seed=1)))
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 13, 40, 300])
-def test_rows(dtype: str, rows: int) -> None:
-    """Every height of tile, several blocks of rows."""
-    x, weight = normal(rows, 70), normal(131, 70, seed=1)
-    got, want = PackedLinear(weight, dtype=dtype)(x), reference(x, weight, dtype=dtype)
+def check(
+    dtype: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    got = PackedLinear(weight, bias, dtype=dtype)(x)
+    want = reference(x, weight, bias, dtype=dtype)
     if dtype in EXACT:
         assert_same_bits(got, want)
     else:
         assert_close(got, want, x, weight)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 13, 40, 300])
+def test_rows(dtype: str, rows: int) -> None:
+    """Every height of tile, several blocks of rows."""
+    check(dtype, normal(rows, 70), normal(131, 70, seed=1))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -58,13 +64,7 @@ def test_rows(dtype: str, rows: int) -> None:
 @pytest.mark.parametrize("inputs", [1, 2, 3, 5, 31, 64, 511, 512, 513, 2049, 4100])
 def test_sizes(dtype: str, outputs: int, inputs: int) -> None:
     """Parts of panels, of vectors and of chains."""
-    x, weight, bias = normal(3, inputs), normal(outputs, inputs, seed=1), normal(outputs, seed=2)
-    got = PackedLinear(weight, bias, dtype=dtype)(x)
-    want = reference(x, weight, bias, dtype=dtype)
-    if dtype in EXACT:
-        assert_same_bits(got, want)
-    else:
-        assert_close(got, want, x, weight)
+    check(dtype, normal(3, inputs), normal(outputs, inputs, seed=1), normal(outputs, seed=2))
 
 
 @pytest.mark.parametrize("inputs", [512, 2048, 8192])
@@ -214,12 +214,7 @@ def test_large_weights_take_no_more_memory_than_they_have_bytes() -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_many_rows_and_outputs(dtype: str) -> None:
-    x, weight = normal(3000, 24), normal(5000, 24, seed=1)
-    got, want = PackedLinear(weight, dtype=dtype)(x), reference(x, weight, dtype=dtype)
-    if dtype in EXACT:
-        assert_same_bits(got, want)
-    else:
-        assert_close(got, want, x, weight)
+    check(dtype, normal(3000, 24), normal(5000, 24, seed=1))
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,12 @@ def test_it_drains_at_sigterm(tmp_path: Path) -> None:
             call(port, "GET", "/health")
 
 
-def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
-    with forked(tmp_path, "--context", "4096") as (process, port):
-        body = body_of(3, max_tokens=3000, ignore_eos=True)
+@pytest.mark.parametrize(("grace", "tokens"), [((), 3000), (("--grace", "1"), 3900)])
+def test_a_second_sigterm_and_the_end_of_the_grace_period_end_it(
+    grace: tuple[str, ...], tokens: int, tmp_path: Path
+) -> None:
+    with forked(tmp_path, "--context", "4096", *grace) as (process, port):
+        body = body_of(3, max_tokens=tokens, ignore_eos=True)
 
         def ask() -> None:
             with contextlib.suppress(OSError, ValueError):
@@ -110,27 +113,10 @@ def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
         while not call(port, "GET", "/health")[1]["answering"]:
             time.sleep(0.005)
         process.terminate()
-        time.sleep(0.2)
-        assert process.is_alive(), "it finishes what runs"
-        process.terminate()
-        process.join(20)
-        assert not process.is_alive()
-        thread.join(20)
-
-
-def test_the_grace_period_ends(tmp_path: Path) -> None:
-    with forked(tmp_path, "--context", "4096", "--grace", "1") as (process, port):
-        body = body_of(3, max_tokens=3900, ignore_eos=True)
-
-        def ask() -> None:
-            with contextlib.suppress(OSError, ValueError):
-                call(port, "POST", "/v1/completions", body)
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        while not call(port, "GET", "/health")[1]["answering"]:
-            time.sleep(0.005)
-        process.terminate()
+        if not grace:
+            time.sleep(0.2)
+            assert process.is_alive(), "it finishes what runs"
+            process.terminate()
         process.join(20)
         assert not process.is_alive()
         thread.join(20)

@@ -40,15 +40,19 @@ def _bytes(path: Path, *entries: Any, pre: str = "gpt-2", merges: Any = MERGES) 
     return path
 
 
-def _pieces(path: Path, *entries: Any, architecture: str = "llama") -> Path:
+def _pieces(
+    path: Path, *entries: Any, architecture: str = "llama", pieces: dict[str, float] = PIECES,
+    others: float = 0.0, unknown: int | None = 0,
+) -> Path:  # fmt: skip
     def add(writer: Any) -> None:
         writer.add_tokenizer_model("llama")
-        writer.add_token_list(["<unk>", "<s>", "</s>", *BYTES, *PIECES])
-        writer.add_token_scores([0.0] * 259 + list(PIECES.values()))
-        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(PIECES))
+        writer.add_token_list(["<unk>", "<s>", "</s>", *BYTES, *pieces])
+        writer.add_token_scores([others] * 259 + list(pieces.values()))
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces))
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
-        writer.add_unk_token_id(0)
+        if unknown is not None:
+            writer.add_unk_token_id(unknown)
 
     write_file(path, architecture, {}, add, *entries)
     return path
@@ -256,16 +260,7 @@ def test_what_is_wrong_is_named(case: tuple[Any, str], tmp_path: Path) -> None:
 
 
 def _tied(path: Path, pieces: dict[str, float], *entries: Any) -> Path:
-    def add(writer: Any) -> None:
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(["<unk>", "<s>", "</s>", *BYTES, *pieces])
-        writer.add_token_scores([-1000.0] * 259 + list(pieces.values()))
-        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces))
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-
-    write_file(path, "llama", {}, add, *entries)
-    return path
+    return _pieces(path, *entries, pieces=pieces, others=-1000.0, unknown=None)
 
 
 def _merged(text: str, scores: dict[str, float]) -> list[str]:

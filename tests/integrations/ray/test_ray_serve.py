@@ -178,10 +178,7 @@ def test_two_hundred_streams_a_slow_client_and_one_that_goes(port: int) -> None:
 
 def health_of(port: int) -> dict[str, int]:
     """Of one of the replicas."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", "/health")
-    found: dict[str, int] = json.loads(connection.getresponse().read())
-    connection.close()
+    found: dict[str, int] = json.loads(http_get(port, "/health"))
     return found
 
 

@@ -30,31 +30,19 @@ def _assert_equal(result: BeamResult, expected, case: object) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_table_models(seed: int) -> None:
-    """Many small searches; also with fewer tokens than candidates."""
+@pytest.mark.parametrize("seed", [*range(8), *(f"processors/{n}" for n in range(8))])
+def test_table_models(seed: int | str) -> None:
+    """With fewer tokens than candidates, or forced, banned and penalized tokens."""
     choice = random.Random(seed)
+    processors = isinstance(seed, str)
+    given = {"diversity_penalty": 0.0} if processors else {}
     for _ in range(12):
-        table = TableModel(choice.choice((7, 13, 40)), choice.getrandbits(30))
-        vocab = table.table.shape[1]
+        vocab = 40 if processors else choice.choice((7, 13, 40))
+        table = TableModel(vocab, choice.getrandbits(30))
         request = random_request(
-            choice, vocab, processors=False, dialect="generate", num_beams=choice.randint(2, 5),
-            num_beam_groups=1, patience=1.0, num_return_sequences=2,
-        )  # fmt: skip
-        expected = _generate(as_transformers_model(table), request, use_cache=False)
-        result = run_requests(BeamSearch(), table, [(0, request)])[0]
-        _assert_equal(result, expected, request)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_processors(seed: int) -> None:
-    """Forced, banned, penalized tokens; theirs are processors of the log-probabilities."""
-    choice = random.Random(f"processors/{seed}")
-    for _ in range(12):
-        table = TableModel(40, choice.getrandbits(30))
-        request = random_request(
-            choice, 40, dialect="generate", num_beams=choice.randint(2, 5), num_beam_groups=1,
-            diversity_penalty=0.0, patience=1.0, num_return_sequences=1,
+            choice, vocab, processors=processors, dialect="generate",
+            num_beams=choice.randint(2, 5), num_beam_groups=1, patience=1.0,
+            num_return_sequences=1 if processors else 2, **given,
         )  # fmt: skip
         expected = _generate(as_transformers_model(table), request, use_cache=False)
         result = run_requests(BeamSearch(), table, [(0, request)])[0]

@@ -264,28 +264,21 @@ def test_a_folder_that_save_pretrained_wrote_of_a_class_with_code(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("make", "changes"),
     [
-        {"auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}},
-        {"architectures": ["LLaMAForCausalLM"]},  # as converters of 2023 wrote it
-        {"architectures": None},
+        (llama, {"auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}}),
+        (llama, {"architectures": ["LLaMAForCausalLM"]}),  # as converters of 2023 wrote it
+        (llama, {"architectures": None}),
+        (t5, {"architectures": ["T5WithLMHeadModel"]}),
     ],
 )
 def test_folders_of_classes_of_transformers_are_taken(
-    changes: dict[str, Any], tmp_path: Path
+    make: Callable[[], nn.Module], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Some carry the code of a class that transformers did not have then."""
-    model = llama()
+    """Some carry the code of a class that transformers did not have then, or a former name."""
+    model = make()
     model.save_pretrained(tmp_path)
     change_config(tmp_path, **changes)
-    want = lmdecode.Decoding.from_pretrained(model).generate(IDS, **OPTIONS)
-    assert torch.equal(lmdecode.Decoding.from_pretrained(tmp_path).generate(IDS, **OPTIONS), want)
-
-
-def test_a_class_by_its_former_name(tmp_path: Path) -> None:
-    model = t5()
-    model.save_pretrained(tmp_path)
-    change_config(tmp_path, architectures=["T5WithLMHeadModel"])
     want = lmdecode.Decoding.from_pretrained(model).generate(IDS, **OPTIONS)
     assert torch.equal(lmdecode.Decoding.from_pretrained(tmp_path).generate(IDS, **OPTIONS), want)
 
