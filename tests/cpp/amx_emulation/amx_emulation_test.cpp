@@ -1,6 +1,4 @@
-// The emulation of tiles: its additions against the processor's own with subnormal numbers flushed,
-// its products against sums written out, and all of it against real tiles where the machine has
-// them.
+// The emulated tiles against the processor's arithmetic, sums written out, and real tiles if any.
 #include "amx_emulation.h"
 
 #include <array>
@@ -36,8 +34,7 @@ bool same(float a, float b) {
   return (std::isnan(a) && std::isnan(b)) || bits_of_float(a) == bits_of_float(b);
 }
 
-// Numbers of every kind: around 1, of any exponent, subnormal, around the least normal, infinite,
-// NaN.
+// Numbers of every kind: of any exponent, subnormal, around the least normal, infinite, NaN.
 class Numbers {
  public:
   explicit Numbers(unsigned seed) : random_(seed) {}

@@ -1,5 +1,4 @@
-// Random calls of the attention kernels, each tensor in memory of exactly its size, and what is
-// right for them in double precision.
+// Random attention calls on memory of exactly its size, and their results in double precision.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// The CPU kernels of sliding_window_attention at every level that the machine has; tiles run
-// emulated as well.
+// The CPU kernels of sliding_window_attention at every level; tiles also emulated.
 #include "amx_emulation.h"
 #include "attention/attention_workspace.h"
 #include "attention/sliding_window_attention.h"

@@ -1,6 +1,4 @@
-// The CUDA kernels of sliding_window_attention, emulated, against the definition in double
-// precision, in every schedule. With a planted fault (LMD_PLANT_MISSING_BARRIER) it must be
-// noticed.
+// The emulated CUDA kernels of sliding_window_attention against double precision.
 #include "emulated_attention.h"
 
 namespace lmdecode::attention::test {

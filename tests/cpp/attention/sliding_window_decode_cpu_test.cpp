@@ -1,5 +1,4 @@
-// The CPU kernels of sliding_window_decode at every level that the machine has; tiles run emulated
-// as well.
+// The CPU kernels of sliding_window_decode at every level; tiles also emulated.
 #include "amx_emulation.h"
 #include "attention/sliding_window_decode.h"
 #include "attention_case.h"

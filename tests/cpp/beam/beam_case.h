@@ -1,5 +1,4 @@
-// Random calls of log_softmax_top_k, for tests of its kernels, in heap buffers of exactly the size
-// that the strides span, so that sanitizers see one element too far.
+// Random calls of log_softmax_top_k in heap buffers of exactly the size that strides span.
 #pragma once
 
 #include "beam/log_softmax_top_k.h"

@@ -1,5 +1,4 @@
-// Random beam searches, for tests of beam_step and beam_finalize, in heap buffers of exactly their
-// size, so that sanitizers see one element too far.
+// Random beam searches, for beam_step and beam_finalize, in heap buffers of exactly their size.
 #pragma once
 
 #include <algorithm>

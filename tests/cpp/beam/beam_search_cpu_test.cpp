@@ -1,5 +1,4 @@
-// beam_step and beam_finalize on the CPU: sequences move as the parents say, hypotheses are what
-// was closed, and nothing outside the tensors is touched whatever they hold.
+// beam_step and beam_finalize on the CPU: sequences follow parents, and nothing else is touched.
 #include <iostream>
 #include <memory>
 

@@ -1,6 +1,4 @@
-// The CUDA kernels of beam_step and beam_finalize, emulated, against the CPU's: the same bits in
-// every output and in the state, for any number of blocks and threads and every schedule, whatever
-// the tensors hold. With a planted fault (LMD_PLANT_MISSING_BARRIER) it must be noticed.
+// The emulated CUDA kernels of beam_step and beam_finalize against the CPU's bits.
 #include <iostream>
 
 #include "beam/beam_finalize_cpu.h"

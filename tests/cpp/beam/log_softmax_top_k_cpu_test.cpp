@@ -1,5 +1,4 @@
-// The CPU kernels of log_softmax_top_k at every level that the machine has: what a plain sort of
-// all scores gives, the same bits, and nothing read or written outside of tensors and workspace.
+// The CPU kernels of log_softmax_top_k at every level against a plain sort, on exact memory.
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>

@@ -1,5 +1,4 @@
-// The kernels of rows that are held to a trie with a planted fault (LMD_PLANT_MISSING_BARRIER): the
-// tests of the right ones are worth what they would notice.
+// The tests of rows held to a trie notice a planted fault (LMD_PLANT_MISSING_BARRIER).
 #include <iostream>
 
 #include "check.h"

@@ -1,5 +1,4 @@
-// The CUDA kernels of log_softmax_top_k and trie_step, emulated, against the CPU's: the same bits
-// for every layout of the launch and every schedule.
+// The emulated CUDA kernels of log_softmax_top_k and trie_step against the CPU's bits.
 #include <iostream>
 
 #include "beam/trie_kernel.cuh"

@@ -1,5 +1,4 @@
-// Random processors for a call of log_softmax_top_k, and what they do to one log-probability,
-// written down once more, in the plainest way.
+// Random processors of log_softmax_top_k, and what they do to one log-probability.
 #pragma once
 
 #include "beam/logits_processors.h"

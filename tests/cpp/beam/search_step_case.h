@@ -1,5 +1,4 @@
-// Random requests of beam searches, each with rules of its own, and steps of them, for tests of
-// search_step_cpu and of its CUDA kernels: in heap buffers of exactly their size.
+// Random steps of beam searches with rules of their own, in heap buffers of exactly their size.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// search_step_cpu under sanitizers, on memory of exactly the sizes that it asks for: a search with
-// any rules moves as it does alone, whatever others are in the step, and nothing is allocated.
+// search_step_cpu under sanitizers: a search moves as it does alone, and nothing is allocated.
 #include <algorithm>
 #include <vector>
 

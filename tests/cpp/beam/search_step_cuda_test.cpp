@@ -1,6 +1,4 @@
-// A step of beam searches by its CUDA kernels, emulated, in the order in which they are launched,
-// against search_step_cpu: the same bits in every output, in the state and in the nodes of tries,
-// for every layout of the launches and every schedule.
+// A step of beam searches by its emulated CUDA kernels against the bits of search_step_cpu.
 #include <iostream>
 
 #include "beam/greedy_rows_kernel.cuh"

@@ -1,5 +1,4 @@
-// Calls what csrc/common/glibc_2_28.cpp defines, and tells what came of it: tests/test_package.py
-// builds this library with those definitions and without, and compares.
+// Calls csrc/common/glibc_2_28.cpp for tests/test_package.py, which builds with and without it.
 
 #include <dlfcn.h>
 #include <sys/stat.h>

@@ -11,7 +11,6 @@
 namespace lmdecode::emulation {
 
 // ---- barriers and exchanges
-// -------------------------------------------------------------------------
 
 static bool same_place(const Location& a, const Location& b) {
   if (a.line() != b.line() || a.column() != b.column()) return false;
@@ -132,7 +131,6 @@ std::uint64_t Machine::exchange(const char* name, Resolve resolve, Ordering orde
 }
 
 // ---- memory
-// ------------------------------------------------------------------------------------------
 
 void* Machine::shared_memory(std::size_t bytes) {
   if (bytes > shape_.shared_bytes) {
@@ -231,7 +229,6 @@ void Machine::finish_copies(Thread& thread, std::size_t count) {
 }
 
 // ---- the functions of the headers
-// ---------------------------------------------------------------------
 
 void run(const LaunchShape& shape, void (*body)(void*), void* argument) {
   machine().run(shape, body, argument);

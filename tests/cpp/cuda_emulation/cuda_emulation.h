@@ -30,8 +30,7 @@
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __align__(bytes) alignas(bytes)
-// Atomics race with nothing: their accesses are announced to the race checker instead of being seen
-// by it.
+// Atomics race with nothing: the race checker is told of their accesses.
 #define LMDECODE_UNCHECKED [[gnu::noinline, gnu::no_sanitize("thread")]]
 
 struct uint3 {
@@ -86,8 +85,7 @@ bool race_checker_active();
 enum class Vote { kNone, kCount, kAnd, kOr };
 enum class Ordering { kNone, kMemory };  // of the warp intrinsics, __syncwarp alone orders memory
 enum class Access { kRead, kWrite, kAtomic };
-// What a lane gets out of an exchange: of the values that the lanes of `mask` brought and its own
-// argument.
+// What a lane gets out of an exchange: of the values of `mask`'s lanes and its own argument.
 using Resolve = std::uint64_t (*)(const std::uint64_t* values, std::uint64_t argument,
                                   unsigned mask);
 

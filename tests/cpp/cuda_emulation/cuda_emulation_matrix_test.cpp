@@ -1,5 +1,4 @@
-// The matrix instructions of the emulation against what PTX says of their fragments: tables of the
-// layout, written out here once more by (row, column), and products by the definition.
+// The emulated matrix instructions against PTX's tables of fragments and products by definition.
 #include <cmath>
 #include <cstring>
 #include <string>

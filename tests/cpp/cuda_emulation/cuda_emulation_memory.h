@@ -1,5 +1,4 @@
-// The second half of cuda_emulation.h: atomics, loads and stores, bit and float functions,
-// clusters, asynchronous copies.
+// The second half of cuda_emulation.h: atomics, memory, bits and floats, clusters, async copies.
 #pragma once
 
 // ---- reductions of a warp, and the atomics: one list of combinations ----------------------------
@@ -71,8 +70,7 @@ LMDECODE_UNCHECKED T atomic_compare_exchange(T* address, T expected, T value) {
 
 }  // namespace lmdecode::emulation
 
-// Overloads, as in CUDA, so that a type that nvcc rejects (uint64_t is unsigned long) is rejected
-// here.
+// Overloads, as in CUDA, so that a type that nvcc rejects is rejected here.
 #define LMDECODE_ATOMIC(name, Combine, T)                                                \
   inline T name(T* address, T value) {                                                   \
     return lmdecode::emulation::atomic<lmdecode::emulation::Combine, T>(address, value); \
@@ -179,7 +177,6 @@ T max(T a, T b) {
 }
 
 // ---- the wrappers of cuda_intrinsics.cuh
-// ---------------------------------------------------------
 namespace lmdecode::cuda {
 
 template <class S>

@@ -1,6 +1,4 @@
-// The emulation itself: kernels that are right give the right result on every schedule, planted
-// faults are caught. Compiled twice: under ASan + UBSan, and with -fsanitize=thread for the race
-// checker.
+// The emulation itself, under ASan + UBSan and under -fsanitize=thread: it catches planted faults.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -190,8 +188,7 @@ struct ClusterStorage {
   unsigned long long total;
 };
 
-// Blocks add up their part of a row; block 0 gathers through distributed shared memory, all read
-// its total.
+// Blocks add up parts of a row; block 0 gathers through distributed memory, all read its total.
 template <bool kStay>
 __global__ void cluster_sum_kernel(const unsigned* values, int size, unsigned long long* out) {
   ClusterStorage& storage = cuda::shared_storage<ClusterStorage>();
@@ -283,8 +280,7 @@ TEST(race_checker_is_active_in_its_build) {
 #endif
 }
 
-// Whether one of the first schedules gives a wrong result or an error; under the race checker each
-// one must.
+// Whether a first schedule gives a wrong result or an error; each must under the race checker.
 template <class Run>
 void check_caught(Run&& run) {
   int caught = 0;
@@ -433,8 +429,7 @@ struct Small {
   int values[3];
 };
 
-// Past the struct, as a wrong index would; by bytes, so that it is not an error that the compiler
-// can see.
+// Past the struct, as a wrong index would, by bytes, which the compiler cannot see.
 __global__ void past_the_end_kernel(int offset) {
   char* bytes = reinterpret_cast<char*>(&cuda::shared_storage<Small>());
   if (threadIdx.x == 1) bytes[offset] = 1;

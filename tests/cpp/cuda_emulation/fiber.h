@@ -123,8 +123,7 @@ struct Context {
   }
 };
 
-// To be called first by an entry(). `from` learns its own stack (ASan needs the bounds of the first
-// caller's).
+// To be called first by an entry(): `from` learns its own stack, whose bounds ASan needs.
 inline void arrive([[maybe_unused]] Context& self, [[maybe_unused]] Context& from) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(self.fake_stack, &from.stack, &from.stack_bytes);

@@ -22,7 +22,6 @@ Machine& machine() {
 }
 
 // ---- a run
-// ---------------------------------------------------------------------------------------
 
 void Machine::check_shape(const LaunchShape& shape) const {
   const auto require = [](bool holds, const char* what) {
@@ -77,8 +76,7 @@ void Machine::run(const LaunchShape& shape, void (*body)(void*), void* argument)
   }
 }
 
-// Seeds 0..2 and every odd one after run the ready thread of the highest priority; they differ in
-// who has it.
+// Seeds 0..2 and odd ones run the ready thread of the highest priority, each by its own order.
 void Machine::plan_schedule() {
   thread_at_.resize(total_threads_);
   priority_of_.resize(total_threads_);
@@ -211,8 +209,7 @@ void Machine::exit_thread() {
   switch_context(thread.context, to, /*leaves=*/true);
 }
 
-// The block's last thread has exited: nobody may touch its shared memory any more, its cluster
-// neither.
+// The block's last thread has exited: nobody may touch its shared memory any more.
 void Machine::leave_block(Block& block) {
 #if !defined(__SANITIZE_ADDRESS__)  // ASan has the guards poisoned and reports the access itself
   const auto intact = [](const char* begin, const char* end) {
@@ -230,7 +227,6 @@ void Machine::leave_block(Block& block) {
 }
 
 // ---- the schedule
-// ----------------------------------------------------------------------------------
 
 void Machine::set_ready(unsigned thread) {
   threads_[thread].state = State::kReady;
@@ -285,7 +281,6 @@ void Machine::schedule_point() {
 }
 
 // ---- errors
-// ----------------------------------------------------------------------------------------
 
 std::string Machine::describe(unsigned thread) const {
   const uint3& block = blocks_[threads_[thread].block].index;
@@ -339,8 +334,7 @@ void Machine::fail_without_unwinding(const char* what) {
   abandon();
 }
 
-// Back to the caller of run(). The other fibers stay where they are: kernels hold nothing that
-// needs destroying.
+// Back to the caller of run(); the other fibers hold nothing that needs destroying.
 void Machine::abandon() {
   switch_context(self().context, caller_, /*leaves=*/true);
   __builtin_unreachable();

@@ -209,7 +209,6 @@ void announce(const void* address, std::size_t bytes, Access access, const void*
 }  // namespace lmdecode::emulation
 
 // ---- what -fsanitize=thread calls
-// ------------------------------------------------------------------------
 extern "C" {
 
 using lmdecode::emulation::Access;

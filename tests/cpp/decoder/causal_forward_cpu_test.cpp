@@ -1,6 +1,4 @@
-// A step of a decoder-only model as a whole, under sanitizers, on memory of exactly the sizes that
-// it asks for: that a text's logits depend neither on its company nor on the parts that it is read
-// in, and that blocks come back.
+// A step of a decoder-only model under sanitizers: logits depend on neither company nor parts.
 #include <memory>
 #include <vector>
 
@@ -14,8 +12,7 @@ namespace {
 
 constexpr int64_t kWindow = 5, kBlockSize = 4, kMaxBlocks = 8, kSequences = 3, kVocab = 29;
 
-// A layer without a window, one with a window and other heads in a cache of its own, and one with
-// the keys of this. All have inputs beside embeddings.
+// Layers without a window, with one in a cache of its own, and with the keys of this.
 class Model {
  public:
   explicit Model(linear::LinearFormat format) {

@@ -1,6 +1,4 @@
-// The CUDA kernels of a decoder's step, emulated, in every schedule, against sums in f64 one by
-// one, in buffers of exactly their size; with dtypes, indices out of range and sizes that are no
-// multiples of anything. With a planted fault (LMD_PLANT_MISSING_BARRIER) it must be noticed.
+// The emulated CUDA kernels of a decoder's step against sums in f64, on exact memory.
 #include <cmath>
 #include <iostream>
 #include <random>

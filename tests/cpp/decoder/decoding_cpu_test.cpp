@@ -1,5 +1,4 @@
-// decoding_steps as a whole, under sanitizers, on memory of exactly the sizes that it asks for:
-// that it allocates nothing in a step, and that searches do not depend on their company.
+// decoding_steps under sanitizers: no step allocates, and searches do not depend on company.
 #include <malloc.h>
 
 #include <cmath>

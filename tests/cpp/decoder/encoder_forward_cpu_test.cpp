@@ -1,5 +1,4 @@
-// An encoder as a whole, under sanitizers, on memory of exactly the sizes that it asks for: that a
-// sequence depends on nothing else in the call.
+// An encoder under sanitizers: a sequence depends on nothing else in the call.
 #include <memory>
 #include <vector>
 

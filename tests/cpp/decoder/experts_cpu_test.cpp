@@ -1,6 +1,4 @@
-// The layer of experts by way of what selects its kernels, at the level amx with emulated tiles:
-// formats of integers have the bits of avx512, bfloat16 those of the order of tiles, for every
-// number of rows that an expert has and with any number of threads.
+// The layer of experts at the level amx with emulated tiles: the bits of avx512, or of tiles.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -249,8 +247,7 @@ const Sizes kSizes[] = {{33, 65}, {70, 37}, {97, 67}};
 // kMoreRows: more than are multiplied together.
 constexpr int64_t kRows = 40, kMoreRows = 150;
 
-// By tiles, for 1 to 40 rows of an expert and for all, with one and with two threads: rows of
-// `want`.
+// By tiles, for any number of rows of an expert, with one and with two threads: rows of `want`.
 void check_tiles(Layer* layer, const Sizes& sizes, const std::vector<float>& want,
                  const char* what) {
   level_in_use = CpuCapability::kAmx;

@@ -1,5 +1,4 @@
-// The attention of a step at every level against sums in f64: through the table, with a bias, to
-// memories of any length, for heads of any size, on memory of exactly its size.
+// The attention of a step at every level against sums in f64, on memory of exactly its size.
 #include <cmath>
 #include <random>
 #include <vector>

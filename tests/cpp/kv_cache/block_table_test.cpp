@@ -1,5 +1,4 @@
-// The bookkeeping of block tables: random histories under sanitizers, with what must hold after
-// each step.
+// Random histories of block tables under sanitizers, with what must hold after each step.
 #include "kv_cache/block_table.h"
 
 #include <algorithm>

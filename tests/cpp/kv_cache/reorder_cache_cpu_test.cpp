@@ -1,5 +1,4 @@
-// The CPU kernels of reorder_cache_ at every level that the machine has, the order of its copies,
-// and the arithmetic of layouts.
+// The CPU kernels of reorder_cache_ at every level, the order of copies, arithmetic of layouts.
 #include <algorithm>
 #include <iostream>
 #include <string>

@@ -1,6 +1,4 @@
-// The CUDA kernel of reorder_cache_, emulated, against elements copied one by one: every parent map
-// of up to four rows, random ones beyond, any layout, every schedule. With a planted fault
-// (LMD_PLANT_MISSING_BARRIER) the same must be noticed.
+// The emulated CUDA kernel of reorder_cache_ against copies of elements, by any map.
 #include <iostream>
 
 #include "check.h"

@@ -1,5 +1,4 @@
-// Random calls of reorder_cache_, for tests of its kernels: tensors of random layout in heap
-// buffers of exactly the size that the strides span, so that sanitizers see one byte too far.
+// Random calls of reorder_cache_ in heap buffers of exactly the size that strides span.
 #pragma once
 
 #include <cstdint>

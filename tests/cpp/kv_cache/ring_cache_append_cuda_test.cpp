@@ -1,5 +1,4 @@
-// The CUDA kernel of ring_cache_append_, emulated, against tokens written one by one, in every
-// schedule; and the arithmetic of the slots.
+// The emulated CUDA kernel of ring_cache_append_ against tokens written one by one; slots.
 #include <iostream>
 
 #include "check.h"

@@ -1,6 +1,4 @@
-// The CUDA kernel of update_beam_indirection_, emulated, against entries looked up one by one:
-// every parent map of up to four rows, random ones beyond, every schedule. With a planted fault
-// (LMD_PLANT_MISSING_BARRIER) the same must be noticed.
+// The emulated CUDA kernel of update_beam_indirection_ against look-ups, by any map.
 #include <iostream>
 
 #include "check.h"

@@ -1,5 +1,4 @@
-// The linear kernels of avx512_amx on emulated tiles as a library with a C interface, for tests in
-// Python: compiled by tests/linear/test_tiles.py with the kernel file and the emulation.
+// Linear kernels of avx512_amx on emulated tiles in a C interface, for tests/linear/test_tiles.py.
 #include <cstdlib>
 #include <cstring>
 #include <vector>

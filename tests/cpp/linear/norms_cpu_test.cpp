@@ -1,5 +1,4 @@
-// The norms at every level, in memory of exactly the size that they may touch, against double
-// precision; in place as well.
+// The norms at every level, also in place, on memory of exactly its size, in double precision.
 #include <cmath>
 #include <random>
 #include <vector>

@@ -1,6 +1,4 @@
-// The kernels of packed_linear at every level, in memory of exactly the size that they may touch,
-// against sums in double precision. int8 and int4 have the same bits at every level. Tiles run
-// emulated, and on the processor where it has them: bfloat16 in the order of their sums.
+// The kernels of packed_linear at every level against double precision; integers' bits are equal.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -343,8 +341,7 @@ GroupedStep random_step(const GroupedFormat& format, std::mt19937* random) {
   return step;
 }
 
-// Rows of x with one element tell each weight, of every format with groups, at every level; nothing
-// behind the packed weight is read.
+// Rows of x with one element tell each weight at every level; nothing after it is read.
 TEST(weights_with_groups_are_what_their_codes_stand_for) {
   for (int64_t number = 0; number <= kMaxLinearFormat; ++number) {
     const LinearFormat kind = static_cast<LinearFormat>(number);

@@ -1,6 +1,4 @@
-// Random calls of top_k_top_p_sample, for tests of its kernels: parameters, inputs and outputs in
-// heap buffers of exactly the size that the strides span, so that sanitizers see one element too
-// far.
+// Random calls of top_k_top_p_sample in heap buffers of exactly the size that strides span.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,4 @@
-// The rows of a sampler and its CPU kernels at every level that the machine has: the same bits of
-// results and states, and nothing read or written outside of tensors, states and workspace (their
-// buffers have no slack, so the sanitizers see it).
+// A sampler's CPU kernels at every level: the same bits, on memory of exactly its size.
 #include <cstdlib>
 #include <iostream>
 #include <memory>

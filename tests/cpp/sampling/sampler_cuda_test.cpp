@@ -1,5 +1,4 @@
-// The CUDA kernels of a sampler, emulated, against the CPU's: the same bits of all results and of
-// the rows' states, for every schedule.
+// The emulated CUDA kernels of a sampler against the CPU's bits of results and states.
 #include <iostream>
 
 #include "check.h"
@@ -83,8 +82,7 @@ TEST(ties_that_a_temperature_makes) {
   }
 }
 
-// Few tokens are listed as soon as a stage leaves few, where k is few against the threads; with
-// some values only, more tie than a list has room for.
+// Few tokens are listed as soon as a stage leaves few; ties may be more than a list takes.
 TEST(lists_of_the_tokens_that_are_left) {
   for (uint64_t seed = 1; seed <= 400; ++seed) {
     Random random(seed + 77);

@@ -1,6 +1,4 @@
-// The CPU kernels of top_k_top_p_sample at every level that the machine has: the same bits, and
-// nothing read or written outside of tensors and workspace (their buffers have no slack, so the
-// sanitizers see it).
+// The CPU kernels of top_k_top_p_sample at every level: the same bits, on exact memory.
 #include <cstdlib>
 #include <iostream>
 #include <memory>

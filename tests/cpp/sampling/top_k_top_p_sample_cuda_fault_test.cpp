@@ -1,5 +1,4 @@
-// The kernel with a planted fault (LMD_PLANT_MISSING_BARRIER or LMD_PLANT_RACE): the tests of the
-// right kernel are worth what they would notice.
+// The tests of the kernel notice planted faults (LMD_PLANT_MISSING_BARRIER, LMD_PLANT_RACE).
 #include <iostream>
 
 #include "check.h"

@@ -1,5 +1,4 @@
-// The CUDA kernel of top_k_top_p_sample, emulated, against the CPU's: the same bits for every
-// layout of the launch and every schedule.
+// The emulated CUDA kernel of top_k_top_p_sample against the CPU's bits, in every layout.
 #include <iostream>
 
 #include "check.h"
@@ -113,8 +112,7 @@ SampleCase plain_case(uint64_t seed, int64_t vocab, LogitOf logit_of) {
   return c;
 }
 
-// The last tokens of top-p have logits that the temperature makes equal, on both sides of a bin's
-// edge.
+// The last tokens of top-p have logits made equal by temperature, on both sides of a bin's edge.
 TEST(classes_at_the_edges_of_bins) {
   int straddled = 0;
   for (uint64_t seed = 1; seed <= 300; ++seed) {

@@ -320,8 +320,7 @@ TEST(relaxed_loses_only_what_was_not_flushed) {
   CHECK_EQ(findings.all(), 0u);
 }
 
-// The system goes on where the process is killed: all that was acknowledged is there, without a
-// flush. So it is where the next process is killed, too.
+// The system goes on where the process is killed: all that was acknowledged is there, unflushed.
 TEST(relaxed_loses_nothing_when_the_process_is_killed) {
   std::mt19937_64 random(from_environment("LMD_STORE_CRASH_SEED", 1));
   uint64_t found = 0;

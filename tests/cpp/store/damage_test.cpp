@@ -1,5 +1,4 @@
-// Bytes that are not what was written: flipped bits in every class of byte of slots, index and
-// exported files; headers that somebody made up. Run under ASan and UBSan.
+// Flipped bits in every class of byte of slots, index and exports, and headers made up.
 #include <algorithm>
 #include <set>
 

@@ -1,6 +1,4 @@
-// A call of the operating system that fails: each of a fixed run's calls in turn, in every way that
-// fits it. The store may decline and miss; it may not serve a wrong byte, lose what it
-// acknowledged, or throw anything but its own errors.
+// Each system call of a run fails in every way: the store may decline, never serve wrong bytes.
 #include <functional>
 
 #include "check.h"

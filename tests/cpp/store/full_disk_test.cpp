@@ -1,6 +1,4 @@
-// A disk that has no space: at every size around what the store would take, what it acknowledged
-// and did not replace is found, at once and after it is opened again; it replaces the oldest
-// entries and goes on; and when there is space again, nothing has to make room.
+// A disk without space, at every size around what the store would take: it keeps and goes on.
 #include <algorithm>
 #include <cstdio>
 #include <map>

@@ -1,5 +1,4 @@
-// Whole entries that leave one store and enter another, as by a second tier; what arrives is
-// trusted in nothing. Run under ASan and UBSan.
+// Whole entries that leave one store and enter another: what arrives is trusted in nothing.
 #include <algorithm>
 #include <random>
 

@@ -1,5 +1,4 @@
-// Slots in the page cache are copied from there: what is not there is read, and pages that go in
-// the middle are a miss and no signal.
+// Slots in the page cache are copied from there; pages that go in the middle are a miss.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/wait.h>

@@ -1,5 +1,4 @@
-// The parts of the store, each alone: hashes against published vectors, the queues of free areas,
-// the address map, copies between strides, slot sizes.
+// The store's parts: hashes, queues of free areas, the address map, strided copies, slot sizes.
 #include <atomic>
 #include <map>
 #include <random>

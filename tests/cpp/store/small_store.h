@@ -1,6 +1,4 @@
-// A store small enough to be opened ten thousand times, and caches whose every number follows from
-// the tokens, so that a wrong byte is known without keeping the right ones. Built with
-// LMD_STORE_STATES, the model keeps a state beside them.
+// A store small enough to open ten thousand times, with caches whose numbers follow from tokens.
 #pragma once
 
 #include <algorithm>

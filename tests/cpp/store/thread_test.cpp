@@ -1,5 +1,4 @@
-// Threads that put, look up, load, evict, commit sessions and verify at once, under
-// ThreadSanitizer; and a reader beside them.
+// Threads that do everything to a store at once beside a reader, under ThreadSanitizer.
 #include <atomic>
 #include <random>
 #include <thread>

@@ -1,5 +1,4 @@
-// What csrc/common/parallel.h takes of torch, without torch: parts one after the other, each of the
-// size of the grain, on the calling thread.
+// What csrc/common/parallel.h takes of torch: parts one after the other on the calling thread.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// What csrc/common/parallel.h takes of torch, without torch: parts of the size of the grain, taken
-// by some threads in whatever order.
+// What csrc/common/parallel.h takes of torch: parts of the grain's size, by threads in any order.
 #pragma once
 
 #include <atomic>
