@@ -273,16 +273,29 @@ def test_earlier_groups_tokens_are_an_argument():
     ("ignored", "expected"),
     [
         (2, [[2, 3, 4, 5], [8, 9, 10, 11]]),
-        pytest.param(
-            torch.tensor([0, 3]),
-            [[0, 1, 2, 3, 4, 5], [-1, -1, -1, 9, 10, 11]],
-            marks=IGNORES_PADDING,
-        ),
-    ],
-)
-def test_the_part_of_the_prompt_that_a_penalty_passes_over(ignored, expected):
-    ids = torch.arange(12).view(2, 6)
-    penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
-    fused = FusedProcessors(LogitsProcessorList([penalty]))
-    assert fused.arguments(ids, VOCAB)["sequences"].tolist() == expected
-    assert not FusedProcessors(LogitsProcessorList([penalty, NGRAMS])).is_fused
+        (torch.tensor([0, 3]), [[0, 1, 2, 3, 4, 5], [-1, -1, -1, 9, 10, 11]]),
+    ):
+        penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
+        fused = FusedProcessors(LogitsProcessorList([penalty]))
+        assert fused.arguments(ids, VOCAB)["sequences"].tolist() == expected
+        assert not FusedProcessors(LogitsProcessorList([penalty, NGRAMS])).is_fused
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_change_in_place_is_seen_in_the_next_step(is_inference: bool) -> None:
+    input_ids, logits = torch.tensor([[1, 2]]), torch.arange(9.0).view(1, 9)
+    with torch.inference_mode(is_inference):
+        processor = SuppressTokensLogitsProcessor([8])
+        fused = FusedProcessors(LogitsProcessorList([processor]))
+
+        def best_token() -> int:
+            arguments = fused.arguments(input_ids, 9)
+            found = lmdecode.log_softmax_top_k(logits, torch.zeros(1), 1, num_beams=1, **arguments)
+            return int(found.tokens)
+
+        assert best_token() == 7
+        rules = fused._arguments
+        assert best_token() == 7
+        assert fused._arguments is rules  # not made again where nothing has changed
+        processor.suppress_tokens.fill_(3)
+        assert best_token() == 8
