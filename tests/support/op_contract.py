@@ -61,8 +61,11 @@ def assert_refused(wrong: WrongCall, call: Callable[[], Any] | None = None) -> s
 def assert_op_refuses(
     op: Callable[..., Any], wrong: WrongCall, *given: Any, **options: Any
 ) -> None:
-    """Call an op with the changes: the message begins with its name, and no tensor changes."""
-    arguments = {**dict(enumerate(given)), **options, **wrong[1]}
+    """Call an op with a dict of changes, or the wrong value of what the message names first."""
+    named = (
+        {re.match(r"\w+", wrong[0])[0]: wrong[1]} if not isinstance(wrong[1], dict) else wrong[1]
+    )
+    arguments = {**dict(enumerate(given)), **options, **named}
     positional = [arguments.pop(number) for number in range(len(given))]
     tensors = list(tensors_of([*positional, *arguments.values()]))
     before = [tensor.clone() for tensor in tensors]
