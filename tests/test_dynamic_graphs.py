@@ -8,12 +8,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import lmdecode
+from tests.support.random_tensors import randn as normal
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 Q, K, V, X = normal(2, 4, 6, 16), normal(2, 2, 12, 16), normal(2, 2, 12, 24), normal(6, 40)

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 import lmdecode  # noqa: F401  registers the ops
 from lmdecode._checks import as_thrown
-from tests.support.op_schemas import op_schemas
+from tests.support.op_schemas import op_names, op_schemas
 
 KINDS = {
     "sparse_coo": lambda x: x.to_sparse(),
@@ -21,11 +21,6 @@ KINDS = {
     "_mkldnn": lambda x: x.to_mkldnn(),
     "qint8": lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8),
 }
-
-
-def op_names() -> list[str]:
-    names = torch._C._dispatch_get_all_op_names()
-    return sorted(name for name in names if name.startswith("lmdecode::"))
 
 
 def overload(name: str) -> torch._ops.OpOverload:

@@ -11,14 +11,7 @@ from torch.library import opcheck
 import lmdecode
 import lmdecode.reference
 from lmdecode.reference import decoder_step
-from tests.support.op_schemas import CSRC, op_schemas
-
-
-def op_names() -> list[str]:
-    """Return names with overloads, such as ``lmdecode::top_k_top_p_sample.out``."""
-    names = torch._C._dispatch_get_all_op_names()
-    return sorted(name for name in names if name.startswith("lmdecode::"))
-
+from tests.support.op_schemas import CSRC, op_names, op_schemas
 
 needs_sources = pytest.mark.skipif(not CSRC.is_dir(), reason="csrc is in source checkouts only")
 

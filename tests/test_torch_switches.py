@@ -26,12 +26,9 @@ from tests.decoder.whisper_models import make_whisper
 from tests.speech.models import EASY, sound, tokenizer
 from tests.support.cases import bits
 from tests.support.causal_models import EOS, random_model, random_tokens
+from tests.support.random_tensors import randn as normal
 
 PACKAGE = Path(lmdecode.__file__).parent
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 X, ROWS = normal(6, 40), normal(6, seed=1)

@@ -11,6 +11,7 @@ import torch
 from lmdecode import sliding_window_attention, sliding_window_decode
 from lmdecode.demo.peak_memory import peak_memory
 from tests.support.processes import run_python
+from tests.support.random_tensors import randn as normal
 
 
 def call_on_a_long_prompt(tokens: int) -> Callable[[], object]:
@@ -76,10 +77,6 @@ def test_keys_out_of_the_window_are_not_read(op: str) -> None:
         hidden = (length - window - queries + 1) // keys_a_page * keys_a_page
         cases += [(length, hidden), (length, hidden + keys_a_page)]
     assert run_with_protected_keys(op, window, queries, *cases) == [0, -signal.SIGSEGV] * 2
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_a_sink_counts_once_however_often_a_cache_is_cut() -> None:

@@ -7,12 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lmdecode
+from tests.support.random_tensors import randn as normal
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 Q, K, V = normal(2, 4, 5, 16), normal(2, 2, 9, 16, seed=1), normal(2, 2, 9, 24, seed=2)

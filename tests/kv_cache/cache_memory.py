@@ -2,6 +2,8 @@
 
 import torch
 
+from tests.support.contracts import raw
+
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Random bytes: every bit pattern, NaNs with payloads too."""
@@ -11,12 +13,6 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
     size = torch.tensor([], dtype=dtype).element_size()
     data = torch.randint(0, 256, (*shape, size), dtype=torch.uint8, generator=generator)
     return data.view(dtype)[..., 0]
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory behind a tensor, as bytes."""
-    storage = tensor.untyped_storage()
-    return torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
@@ -13,6 +15,12 @@ class OpSchema:
 
     name: str
     is_cpu_only: bool
+
+
+def op_names() -> list[str]:
+    """Return names with overloads, such as ``lmdecode::top_k_top_p_sample.out``."""
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(name for name in names if name.startswith("lmdecode::"))
 
 
 def op_schemas() -> list[OpSchema]:

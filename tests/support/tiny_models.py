@@ -1,6 +1,8 @@
 """Tiny models of transformers with random weights: one of each kind of cache and attention."""
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,3 +92,8 @@ def _seeded(
             for layer in model.model.layers:
                 layer.self_attn.sinks.data.normal_()
     return model
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

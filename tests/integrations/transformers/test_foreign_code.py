@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import json
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 import lmdecode
 from lmdecode.integrations.transformers import PackedLinearModule, pack_linears_
+from tests.support.tiny_models import change_config
 
 IDS = torch.tensor([[3, 4, 5, 6]])
 OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
@@ -224,11 +224,6 @@ def test_a_compiled_encoder_decoder_model_is_taken() -> None:
     want = lmdecode.Decoding.from_pretrained(model).generate(IDS, **OPTIONS)
     decoding = lmdecode.Decoding.from_pretrained(torch.compile(model))
     assert torch.equal(decoding.generate(IDS, **OPTIONS), want)
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.mark.parametrize(

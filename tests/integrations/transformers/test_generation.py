@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import transformers
+from beam_parity import EVERYTHING
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -22,13 +23,6 @@ from tests.support.word_tokenizer import word_tokenizer
 
 PAD, EOS, VOCAB = 0, 2, 61
 STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
-EVERYTHING = {
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_attentions": True,
-    "output_hidden_states": True,
-}
 assert_identical = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 

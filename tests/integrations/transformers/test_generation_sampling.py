@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from beam_parity import EVERYTHING
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -20,13 +21,6 @@ from lmdecode.integrations.transformers.sampling import loop
 
 PAD, EOS = 0, 2
 STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
-EVERYTHING = {
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_attentions": True,
-    "output_hidden_states": True,
-}
 assert_identical = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 

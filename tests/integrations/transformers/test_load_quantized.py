@@ -18,7 +18,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from lmdecode.integrations.transformers import PackedLinearModule, load_quantized, pack_linears_
 from lmdecode.integrations.transformers.linear.packing import is_linear
 from lmdecode.integrations.transformers.quantized_folder import _QuantizedConfig
-from tests.support.releases import BEFORE_5_1
+from tests.support.tiny_models import change_config
 
 AWQ: dict[str, Any] = {
     "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
@@ -102,11 +102,6 @@ def write(folder: Path, settings: dict[str, Any], model: nn.Module) -> nn.Module
     change_config(folder, quantization_config=settings)
     model.config.quantization_config = settings
     return model
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def check(got: nn.Module, want: nn.Module, dtype: torch.dtype) -> None:
