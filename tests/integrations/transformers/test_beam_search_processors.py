@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
 import lmdecode
 from lmdecode.integrations.transformers import HammingDiversityLogitsProcessor
 from lmdecode.integrations.transformers.beam import plain_search
+from user_processors import Forbid
 from lmdecode.integrations.transformers.beam.fused_processors import FusedProcessors
 from tests.support.releases import BEFORE_5_23, IGNORES_PADDING
 
@@ -126,19 +127,6 @@ def test_padding_is_not_penalised(decoder_model, padded_prompts, op_calls, optio
     """transformers passes over the padding in penalties, but counts it in n-grams."""
     same_tokens_and_scores(decoder_model, **padded_prompts, pad_token_id=PAD, **options)
     assert bool(op_calls) is fused
-
-
-class Forbid(LogitsProcessor):
-    """A user's processor: these tokens are never chosen."""
-
-    def __init__(self, *tokens: int) -> None:
-        self.tokens, self.seen = list(tokens), []
-
-    def __call__(self, input_ids, scores):
-        self.seen.append((input_ids, scores))
-        scores = scores.clone()
-        scores[:, self.tokens] = -math.inf
-        return scores
 
 
 def test_a_users_processor_sees_what_it_sees_in_transformers(beam_model, prompts, op_calls):

@@ -8,6 +8,7 @@ from beam_parity import assert_same, both
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from lmdecode.integrations.transformers import beam_search
+from user_processors import Overwrite
 from tests.support.tiny_models import EOS, PAD
 
 
@@ -49,20 +50,6 @@ def test_a_streamer_is_refused(llama, prompts):
         llama.generate(
             prompts, num_beams=2, max_new_tokens=3, streamer=Streamer(), custom_generate=beam_search
         )
-
-
-class Overwrite(LogitsProcessor):
-    """Fill the scores of some rows, from a length of the sequence on."""
-
-    def __init__(self, rows: slice, value: float, from_length: int = 0) -> None:
-        self.rows, self.value, self.from_length = rows, value, from_length
-
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] < self.from_length:
-            return scores
-        scores = scores.clone()
-        scores[self.rows] = self.value
-        return scores
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["search", "sample"])

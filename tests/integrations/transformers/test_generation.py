@@ -18,7 +18,8 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from lmdecode.integrations.transformers import beam_search, sample
 from lmdecode.integrations.transformers.generate_call import CACHE
-from tests.support.releases import BEFORE_5_3, IN_PARTS
+from tests.support.releases import BEFORE_5_3
+from user_processors import Overwrite
 from tests.support.word_tokenizer import word_tokenizer
 
 PAD, EOS, VOCAB = 0, 2, 61
@@ -39,20 +40,6 @@ class Streamer:
 
     def end(self) -> None:
         self.ended += 1
-
-
-class Overwrite(LogitsProcessor):
-    """Fill the scores of one row, from a length of the sequence on."""
-
-    def __init__(self, row: int, value: float, from_length: int = 0) -> None:
-        self.row, self.value, self.from_length = row, value, from_length
-
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] < self.from_length:
-            return scores
-        scores = scores.clone()
-        scores[self.row] = self.value
-        return scores
 
 
 def test_greedy_outputs_are_those_of_transformers(model, prompts):

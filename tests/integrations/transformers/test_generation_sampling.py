@@ -17,23 +17,12 @@ from transformers.generation.logits_process import (
 
 from lmdecode.integrations.transformers import sample
 from lmdecode.integrations.transformers.generate_call import CACHE
+from user_processors import Forbid
 from lmdecode.integrations.transformers.sampling import loop
 
 PAD, EOS = 0, 2
 STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
 assert_identical = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
-
-
-class Forbid(LogitsProcessor):
-    """A user's processor: these tokens are never chosen."""
-
-    def __init__(self, *tokens: int) -> None:
-        self.tokens = list(tokens)
-
-    def __call__(self, input_ids, scores):
-        scores = scores.clone()
-        scores[:, self.tokens] = -math.inf
-        return scores
 
 
 def processed_by_transformers(
