@@ -116,15 +116,19 @@ MASK = torch.zeros(5, 7) > 0
 ATTENTION = [
     (r"attn_mask was given with window;", {"attn_mask": MASK, "window": 3}),
     (r"attn_mask was given with window_right", {"attn_mask": MASK, "window_right": None}),
-    (r"attn_mask has shape \[1, 1, 5, 6\]; expected one that broadcasts to \[2, 4, 5, 7\]",
-     MASK[:, :6]),
+    (
+        r"attn_mask has shape \[1, 1, 5, 6\]; expected one that broadcasts to \[2, 4, 5, 7\]",
+        MASK[:, :6],
+    ),
     (r"attn_mask has shape \[1, 2, 5, 7\]", MASK.expand(2, 5, 7)),
     (r"attn_mask has shape \[7\]; expected 2 to 4", MASK[0]),
     ("attn_mask has dtype int64; expected one of bool, float32, float16, bfloat16", MASK.long()),
     (r"attn_mask has dtype float64", MASK.double()),
     (r"attn_mask is of type list", [[0]]),
-    (r"mask_convention is 'torch'; expected 'masked' or 'visible'",
-     {"attn_mask": MASK, "mask_convention": "torch"}),
+    (
+        r"mask_convention is 'torch'; expected 'masked' or 'visible'",
+        {"attn_mask": MASK, "mask_convention": "torch"},
+    ),
     (r"q has shape .* expected 3 dimensions", {**CU}),
     (r"cu_seqlens_kv was given without cu_seqlens_q", {**RAGGED, "cu_seqlens_kv": ENDS_KV}),
     (r"cu_seqlens_kv goes from 0 to 5; expected 0 to 7", {**RAGGED, "cu_seqlens_q": ENDS_Q}),

@@ -22,7 +22,7 @@ from lmdecode.integrations.transformers import (
 from lmdecode.integrations.transformers.caches import beam_caches
 from lmdecode.integrations.transformers.caches.beam_caches import BeamLayer, BeamSlidingWindowLayer
 from lmdecode.integrations.transformers.generate_call import CACHE
-from tests.support.releases import BEFORE_5_3, READS_DRAFTS, queries
+from tests.support.releases import BEFORE_5_3, BEFORE_5_18, READS_DRAFTS, queries
 
 
 def equal_layers(ours: Any, theirs: Any) -> bool:

@@ -19,11 +19,11 @@ from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
 )
+from user_processors import Forbid
 
 import lmdecode
 from lmdecode.integrations.transformers import HammingDiversityLogitsProcessor
 from lmdecode.integrations.transformers.beam import plain_search
-from user_processors import Forbid
 from lmdecode.integrations.transformers.beam.fused_processors import FusedProcessors
 from tests.support.releases import BEFORE_5_23, IGNORES_PADDING
 
@@ -261,12 +261,19 @@ def test_earlier_groups_tokens_are_an_argument():
     ("ignored", "expected"),
     [
         (2, [[2, 3, 4, 5], [8, 9, 10, 11]]),
-        (torch.tensor([0, 3]), [[0, 1, 2, 3, 4, 5], [-1, -1, -1, 9, 10, 11]]),
-    ):
-        penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
-        fused = FusedProcessors(LogitsProcessorList([penalty]))
-        assert fused.arguments(ids, VOCAB)["sequences"].tolist() == expected
-        assert not FusedProcessors(LogitsProcessorList([penalty, NGRAMS])).is_fused
+        pytest.param(
+            torch.tensor([0, 3]),
+            [[0, 1, 2, 3, 4, 5], [-1, -1, -1, 9, 10, 11]],
+            marks=IGNORES_PADDING,
+        ),
+    ],
+)
+def test_the_part_of_the_prompt_that_a_penalty_passes_over(ignored, expected):
+    ids = torch.arange(12).view(2, 6)
+    penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
+    fused = FusedProcessors(LogitsProcessorList([penalty]))
+    assert fused.arguments(ids, VOCAB)["sequences"].tolist() == expected
+    assert not FusedProcessors(LogitsProcessorList([penalty, NGRAMS])).is_fused
 
 
 @pytest.mark.parametrize("is_inference", [False, True])

@@ -6,9 +6,9 @@ import pytest
 import transformers
 from beam_parity import assert_same, both
 from transformers import LogitsProcessor, LogitsProcessorList
+from user_processors import Overwrite
 
 from lmdecode.integrations.transformers import beam_search
-from user_processors import Overwrite
 from tests.support.tiny_models import EOS, PAD
 
 

@@ -15,11 +15,11 @@ from transformers import (
     TextIteratorStreamer,
 )
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor, TopPLogitsWarper
+from user_processors import Overwrite
 
 from lmdecode.integrations.transformers import beam_search, sample
 from lmdecode.integrations.transformers.generate_call import CACHE
-from tests.support.releases import BEFORE_5_3
-from user_processors import Overwrite
+from tests.support.releases import BEFORE_5_3, IN_PARTS
 from tests.support.word_tokenizer import word_tokenizer
 
 PAD, EOS, VOCAB = 0, 2, 61

@@ -14,10 +14,10 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from user_processors import Forbid
 
 from lmdecode.integrations.transformers import sample
 from lmdecode.integrations.transformers.generate_call import CACHE
-from user_processors import Forbid
 from lmdecode.integrations.transformers.sampling import loop
 
 PAD, EOS = 0, 2

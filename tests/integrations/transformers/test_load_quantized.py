@@ -18,6 +18,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from lmdecode.integrations.transformers import PackedLinearModule, load_quantized, pack_linears_
 from lmdecode.integrations.transformers.linear.packing import is_linear
 from lmdecode.integrations.transformers.quantized_folder import _QuantizedConfig
+from tests.support.releases import BEFORE_5_1
 from tests.support.tiny_models import change_config
 
 AWQ: dict[str, Any] = {
