@@ -22,12 +22,12 @@ from lmdecode.integrations.transformers.decoding.encoder_decoder_generation impo
 )
 from lmdecode.integrations.transformers.decoding.encoding import with_encoder
 from lmdecode.integrations.transformers.decoding.engine_call import EngineCall, engine_call
-from lmdecode.integrations.transformers.decoding.refused import refuse_inner_outputs, refuse_past
 from lmdecode.integrations.transformers.decoding.whisper import (
     CallEncoder,
     CallSounds,
     PromptLogits,
 )
+from lmdecode.integrations.transformers.generate_call import refuse_inner_outputs, refuse_past
 
 __all__ = ["call_generate", "engine_call_of"]
 

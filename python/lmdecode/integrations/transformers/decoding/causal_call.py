@@ -17,20 +17,18 @@ from lmdecode.decoder.engine.lookup_drafts import PromptLookup
 from lmdecode.generation_options import option_names
 from lmdecode.integrations.transformers._prefix_tries import behind_prompt, check_tries
 from lmdecode.integrations.transformers.decoding.ctranslate2_rules import with_rules
-from lmdecode.integrations.transformers.decoding.refused import (
-    refuse_handed_on,
-    refuse_inner_outputs,
-    refuse_past,
-    refuse_seed_of_beams,
-)
 from lmdecode.integrations.transformers.generate_call import (
     ending,
+    refuse_handed_on,
+    refuse_inner_outputs,
     refuse_other_drafts,
     refuse_other_layers,
     refuse_other_modes,
+    refuse_past,
+    refuse_seed_of_beams,
     with_stop_strings,
 )
-from lmdecode.integrations.transformers.sampling.read_ahead import Lookup, lookup_of
+from lmdecode.integrations.transformers.sampling.speculation import Lookup, lookup_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList

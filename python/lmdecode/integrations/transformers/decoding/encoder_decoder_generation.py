@@ -43,11 +43,6 @@ from lmdecode.integrations.transformers.decoding.encoder_decoder_rows import (
     prompt_padding,
 )
 from lmdecode.integrations.transformers.decoding.encoding import memory_of
-from lmdecode.integrations.transformers.decoding.refused import (
-    refuse_handed_on,
-    refuse_inner_outputs,
-    refuse_seed_of_beams,
-)
 from lmdecode.integrations.transformers.decoding.rules import (
     looks_back,
     raise_for_processors,
@@ -62,6 +57,9 @@ from lmdecode.integrations.transformers.decoding.whisper import (
 from lmdecode.integrations.transformers.generate_call import (
     CACHE,
     refuse_assistance,
+    refuse_handed_on,
+    refuse_inner_outputs,
+    refuse_seed_of_beams,
     with_stop_strings,
 )
 from lmdecode.integrations.transformers.sampling.loop import seeds_of_rows

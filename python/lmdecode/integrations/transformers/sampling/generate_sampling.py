@@ -21,12 +21,12 @@ from lmdecode.integrations.transformers.generate_call import (
 from lmdecode.integrations.transformers.running_model import RunningModel
 from lmdecode.integrations.transformers.sampling.assistant import SpeculativeAssistant
 from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, sample_tokens
-from lmdecode.integrations.transformers.sampling.read_ahead import lookup_of
 from lmdecode.integrations.transformers.sampling.speculation import (
     Speculation,
     SpeculativeDrafts,
     SpeculativeLookup,
     check_speculation,
+    lookup_of,
 )
 
 if TYPE_CHECKING:
