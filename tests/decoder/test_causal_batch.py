@@ -264,3 +264,23 @@ def test_prompts_with_common_prefixes_in_any_order_of_calls(seed: int) -> None:
                 assert torch.equal(row, _replayed(decoding, traces[one]))
                 checked += 1
     assert checked > 40
+
+
+def test_a_sequence_that_waits_for_a_prefix_is_taken_back(decoding: lmdecode.Decoding) -> None:
+    first, other = random_tokens(40, 1).tolist(), random_tokens(40, 2).tolist()
+    batch = decoding.batch(max_requests=2, capacity=100)
+    batch.add(first)
+    waiting = batch.add(first)
+    batch.truncate(waiting, 0)
+    batch.extend(waiting, other)
+    rows = batch.step() | batch.step()
+    assert torch.equal(rows[waiting], _alone(decoding, torch.tensor(other), 1)[0])
+
+
+def test_an_extended_prompt_keeps_its_turn(decoding: lmdecode.Decoding) -> None:
+    batch = decoding.batch(max_requests=2, capacity=100, max_step_tokens=8)
+    batch.add([3, 4], request_id="a")
+    batch.step()
+    batch.add(random_tokens(20), request_id="long")
+    batch.extend("a", [5])
+    assert [list(batch.step()) for _ in range(3)] == [["a"], [], ["long"]]

@@ -483,3 +483,30 @@ def test_rounded_weights_score_tokens_alike(dtype: str, tolerance: float) -> Non
         **arguments,
     )
     assert alone.sequences_scores[0].equal(got.sequences_scores[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True}], ids=str)
+def test_more_memories_than_prompts(options: dict[str, Any]) -> None:
+    model, decoding = pair("bart")
+    with torch.no_grad():
+        encoded = model.get_encoder()(**make_inputs("bart", 2))
+        with pytest.raises(ValueError, match="encoder_outputs: expected the memories of 1 input"):
+            decoding.generate(
+                encoder_outputs=encoded, decoder_input_ids=torch.tensor([[2, 19, 49]]),
+                logits_processor=[lambda ids, scores: scores], max_new_tokens=4, **options,
+            )  # fmt: skip
+
+
+def test_a_processor_that_changes_the_prompt_sees_the_change() -> None:
+    decoding, seen = pair("bart")[1], list[list[int]]()
+
+    def changed(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(ids[0, :2].tolist())
+        ids[:, 0] = 9
+        return scores
+
+    decoding.generate(
+        **make_inputs("bart", 1), decoder_input_ids=torch.tensor([[2, 19]]), num_beams=2,
+        logits_processor=[changed], max_new_tokens=4,
+    )  # fmt: skip
+    assert seen == [[2, 19]] + [[9, 19]] * (len(seen) - 1) and len(seen) > 2

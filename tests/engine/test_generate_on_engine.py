@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -129,3 +130,19 @@ def test_a_small_engine_is_kept_for_the_next_call(monkeypatch: pytest.MonkeyPatc
     assert len(made) == 4 and len(decoding.spare_engines) == 1
     copied = pickle.loads(pickle.dumps(decoding.spare_engines))
     assert len(copied) == 0 and beams.shape[0] == 1
+
+
+def test_an_engine_of_other_settings_is_not_taken() -> None:
+    decoding, other = (
+        lmdecode.Decoding.from_pretrained(random_model("llama", kind))
+        for kind in ("plain", "linear")
+    )
+    asked: dict[str, Any] = {**_prompts(False), "max_new_tokens": 9, "pad_token_id": 0}
+    expected = other.generate(**asked)
+    decoding.generate(**asked)
+    copied = copy.copy(decoding)
+    copied.cache_dtype = "int8"
+    copied.generate(**asked)
+    assert len(decoding.spare_engines) == 2
+    decoding.decoder = other.decoder
+    assert torch.equal(decoding.generate(**asked), expected)

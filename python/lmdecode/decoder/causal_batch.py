@@ -190,6 +190,8 @@ class CausalBatch:
         length = self._length(sequence)
         tokens = self._tokens("extend", prompt_ids, length + self._unread(sequence))
         self._steps.reader.extend(sequence, length, tuple(tokens))
+        order: dict[Any, int] = {of: at for at, of in enumerate(self._running.values())}
+        self._steps.reading.sort(key=order.__getitem__)  # the order of adding
 
     @_one_at_a_time
     def fork(self, request: Hashable, *, request_id: Hashable = None) -> Hashable:

@@ -72,6 +72,7 @@ class PromptReader(Generic[S]):
         """Read no more of the prompt of a sequence, which no longer has all that it has read."""
         if sequence in self.sequences:
             self.sequences.remove(sequence)
+        sequence.follows = None
         for other in self.sequences:
             if other.follows is not None and other.follows[0] is sequence:
                 other.follows = None

@@ -146,6 +146,8 @@ class _WithoutEnded:
 
     def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
         beams = self._search.step(logits, input_ids)
+        prompts = self._search.prompts  # a processor may have changed them
+        beams.sequences[:, : prompts.shape[1]] = prompts
         scores, done = self._search.recorder.scores, self._search.state.done
         if self._ended is not None and scores is not None:
             scores[-1][self._ended] = 0.0
@@ -160,7 +162,12 @@ class _WithoutEnded:
 def _rows_of_call(
     decoder: PackedDecoder, call: SearchCall, has_ended: Callable[[], Tensor | None] | None = None
 ) -> MemoryRows:
-    prompts = call.input_ids.tolist()
+    batch, prompts = call.settings.batch, call.input_ids.tolist()
+    if len(call.memory) != batch:
+        raise ValueError(
+            f"encoder_outputs: expected the memories of {batch} inputs, as there are so many "
+            f"prompts, got {len(call.memory)}"
+        )
     if call.padding is not None:
         seen = ~call.padding
         prompts = [row[of].tolist() for row, of in zip(call.input_ids, seen, strict=True)]

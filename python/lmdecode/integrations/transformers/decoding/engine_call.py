@@ -190,7 +190,7 @@ def _engine_of(
     if packed.max_positions is None or capacity <= packed.max_positions:
         capacity = -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
         capacity = min(capacity, packed.max_positions or capacity)
-    key = (rows, capacity)
+    key = (packed, decoding.cache_dtype, rows, capacity)
     engine = decoding.spare_engines.take(key) if drafting is None else None
     if engine is None:
         engine = Engine(
