@@ -29,6 +29,8 @@ CALL = "<|channel|>commentary to=functions.get"
         (THINK, "Hm </think", True, ("Hm </think", "")),
         (THINK, "a</think>b</think><think>c", True, ("a", "b</think><think>c")),
         (THINK, "", True, (None, "")),
+        (THINK, "<think><think>", True, ("<think>", "")),
+        (THINK, "<think> <think><think>a</think>b", False, ("<think>a", "b")),
         (THINK, "<thi", False, (None, "<thi")),
         (MISTRAL, "[THINK]a[/THINK]b", False, ("a", "b")),
         (HARMONY, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final"

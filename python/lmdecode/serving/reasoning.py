@@ -126,6 +126,7 @@ class _Tags:
         self._text = ""
         self._space = ""
         self._has_given = False  # something of the present part
+        self._is_opened = False  # by the word within the thoughts, which is passed over once
 
     def push(self, text: str) -> list[ReasoningDelta]:
         """Take the next piece of text; return the certain part."""
@@ -166,9 +167,11 @@ class _Tags:
         close = self._format.close
         if not self._has_given:
             self._text = self._text.lstrip()
+        if not self._has_given and not self._is_opened:
             if not is_last and self._format.open.startswith(self._text) and self._text:
                 return False
             if self._text.startswith(self._format.open):  # written once more
+                self._is_opened = True
                 self._text = self._text[len(self._format.open) :].lstrip()
         end = self._text.find(close)
         count = end if end >= 0 else len(self._text) - (0 if is_last else _held(self._text, close))
