@@ -24,6 +24,9 @@ from transformers import (
     GenerationConfig,
 )
 
+from lmdecode.integrations.transformers.decoding.causal_models.earlier_releases import (
+    complete_modules,
+)
 from lmdecode.integrations.transformers.decoding.causal_models.weight_scaling import expert_parts
 from lmdecode.integrations.transformers.stand_in import WithoutWeights
 from lmdecode.linear.quantized_weight import QuantizedWeight
@@ -225,6 +228,7 @@ def empty_model(config: Any) -> Any:
             model = kind.from_config(config, dtype=torch.float32)
         if any(buffer.is_meta for buffer in model.buffers()):  # one is written to after torch.empty
             model = kind.from_config(config, dtype=torch.float32)
+    complete_modules(model)
     return model.eval()
 
 
