@@ -19,14 +19,14 @@ __all__ = ["SearchOfStep", "rules_of_step", "searches_of_step"]
 class SearchOfStep(NamedTuple):
     """One search of a step: a request, or a group of one, which follows the groups before it.
 
-    ``rules`` is the dialect, as its place in ``SEARCH_DIALECTS``. The search reads ``num_rows``
+    ``dialect`` is its place in ``SEARCH_DIALECTS``. The search reads ``num_rows``
     rows of the logits from ``first_row`` on: one where its beams are alike. Its next beams begin at
     ``next_row``, right after those of the groups before it.
     """
 
     slot: int
     rule_row: int
-    rules: int
+    dialect: int
     group: int
     num_beams: int
     first_row: int
@@ -43,7 +43,7 @@ def searches_of_step(searches: Sequence[SearchOfStep]) -> tuple[list[list[int]],
         for s in members:
             end, earlier = s.next_row + s.num_beams, group * s.num_beams
             numbers.append(
-                [s.slot, s.rule_row, s.rules, s.first_row, s.num_rows, rows, s.next_row, end,
+                [s.slot, s.rule_row, s.dialect, s.first_row, s.num_rows, rows, s.next_row, end,
                  earlier]
             )  # fmt: skip
             rows += s.num_rows

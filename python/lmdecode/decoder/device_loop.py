@@ -43,7 +43,7 @@ class PlanSizes(NamedTuple):
     source: int
     num_groups: int
     num_candidates: int
-    rules: SearchDialect
+    dialect: SearchDialect
     greedy: bool
 
 
@@ -148,7 +148,7 @@ class Plan:
 def _searches(sizes: PlanSizes) -> list[SearchOfStep]:
     """Return the searches of all slots, group after group; a row is a beam of a slot."""
     slots, beams, _ = sizes.sequences
-    dialect = SEARCH_DIALECTS[sizes.rules]
+    dialect = SEARCH_DIALECTS[sizes.dialect]
     return [
         SearchOfStep(slot, slot, dialect, group, beams, slot * beams, beams, slot * beams)
         for group in range(sizes.num_groups)
