@@ -104,7 +104,7 @@ class CausalBatch:
             max_rows=self._max_step_tokens,
             checkpoint_interval=CHECKPOINT_INTERVAL,
         )
-        self._steps = CausalSteps(caches, self._max_step_tokens, None)
+        self._steps = CausalSteps(caches, self._max_step_tokens)
         self._rows, self._no_searches = ReadRows(), SearchedRows(caches, self._vocab_size)
         self._lock = threading.RLock()
         self._running: dict[Hashable, LoopSequence] = {}  # in the order of adding

@@ -22,6 +22,7 @@ from lmdecode.decoder.engine.drafts import DraftAsk
 from lmdecode.decoder.engine.places import Places
 from lmdecode.decoder.engine.prompts import PromptReader, add_parts
 from lmdecode.decoder.engine.sequences import ReadSequence
+from lmdecode.decoder.engine.stored_prompts import PromptStore
 from lmdecode.sampling.sampler_rows import RowRules
 
 __all__ = ["Assistant", "AssistantDrafts"]
@@ -99,7 +100,7 @@ class AssistantDrafts:
             checkpoint_interval=CHECKPOINT_INTERVAL,
         )
         self._places = Places(self._caches)
-        self._reader: PromptReader[ReadSequence] = PromptReader(self._places, None)
+        self._reader: PromptReader[ReadSequence] = PromptReader(self._places, PromptStore())
         self._rows: DraftRows[_Text] = DraftRows(settings, rows, settings.vocab_size, dialect)
         self._texts: dict[int, _Text] = {}
 

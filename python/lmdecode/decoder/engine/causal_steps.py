@@ -22,26 +22,25 @@ __all__ = ["CausalSteps"]
 class CausalSteps:
     """``ModelSteps`` of a decoder-only model: parts of prompts are read beside running sequences.
 
-    A step has at most ``max_step_tokens``; with drafts, at most ``most_rows`` of them belong to
-    sampled sequences. Prompts are loaded from and written to ``stored``.
+    A step has at most ``max_step_tokens``; with drafts, at most their ``most_rows`` of them
+    belong to sampled sequences. Prompts are loaded from and written to ``stored``.
     """
 
     def __init__(
         self,
         caches: CausalCaches,
         max_step_tokens: int,
-        stored: PromptStore | None,
+        stored: PromptStore | None = None,
         drafts: Drafts | None = None,
-        most_rows: int = 0,
     ) -> None:
         self.caches, self._max_step_tokens = caches, max_step_tokens
         self.places = Places(caches, None if drafts is None else drafts.share)
-        self._stored = stored
-        self.reader: PromptReader[WrittenSequence] = PromptReader(self.places, stored)
-        self._drafts, self._most_rows = drafts, most_rows
+        self._stored = stored or PromptStore()
+        self.reader: PromptReader[WrittenSequence] = PromptReader(self.places, self._stored)
+        self._drafts = drafts
         self._told: dict[DrawnSequence, int] = {}  # number of tokens that the drafts know of
         self._ahead: list[DrawnSequence] = []  # those that read drafts in the last step
-        # The entries of the last step, reused if there are no prompts and the rows are the same.
+        # The entries of the last step if it had sampled rows alone, and without drafts.
         self._entries: Tensor | None = None
 
     @property
@@ -83,21 +82,20 @@ class CausalSteps:
 
     def read(self, drawn: ReadRows, searched: SearchedRows) -> StepLogits | None:
         """See ``ModelSteps``."""
-        if self._stored is not None:  # a token follows each prompt that is read to its end
-            self._stored.put_all(but=self.reader.sequences)
-        if self._entries is not None and drawn.tokens is not None:
-            if self._drafts is None and not self.reader.sequences:  # the same rows again
-                logits = self.caches.forward(drawn.tokens, self._entries, len(drawn.running))
-                return StepLogits(logits, iter(()))
-        parts: list[Part[WrittenSequence]] = []
+        # A token follows each prompt that is read to its end.
+        self._stored.put_all(but=self.reader.sequences)
+        if self._entries is not None and drawn.tokens is not None and not self.reader.sequences:
+            # The same rows again, and no prompts.
+            logits = self.caches.forward(drawn.tokens, self._entries, len(drawn.running))
+            return StepLogits(logits, iter(()))
         room = self._max_step_tokens - len(drawn.running) - len(searched.tokens)
         drafts = self._propose(drawn.running, room) if self._drafts is not None else []
-        if self.reader.sequences or self._entries is None or drawn.tokens is None or drafts:
-            parts = self.reader.parts(room - sum(map(len, drafts)))
-            ids, entries = _inputs(drawn, searched, parts, drafts)
-            self._entries = None if parts or searched.running or drafts else entries
+        parts = self.reader.parts(room - sum(map(len, drafts)))
+        ids, entries = _inputs(drawn, searched, parts, drafts)
+        if not parts and not searched.running and self._drafts is None:
+            self._entries = entries
         else:
-            ids, entries = drawn.tokens, self._entries
+            self._entries = None
         if not len(entries):
             return None
         ends = sum(sequence.read + count == len(sequence.prompt_ids) for sequence, count in parts)
@@ -127,7 +125,7 @@ class CausalSteps:
             return []
         if self.reader.sequences:
             room //= 2
-        each = min(room, self._most_rows - len(running)) // len(running)
+        each = min(room, self._drafts.most_rows - len(running)) // len(running)
         asks = []
         for sequence in running:
             place, tokens = sequence.places[0], sequence.request.tokens
@@ -144,11 +142,10 @@ class CausalSteps:
 
     def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
         """See ``ModelSteps``. The prompt of a sound sequence is kept."""
-        if self._stored is not None:
-            if is_sound:
-                self._stored.put(sequence)
-            else:
-                self._stored.drop(sequence)
+        if is_sound:
+            self._stored.put(sequence)
+        else:
+            self._stored.drop(sequence)
         if isinstance(sequence, DrawnSequence) and self._told.pop(sequence, None) is not None:
             assert self._drafts is not None
             self._drafts.end(sequence.places[0])
@@ -164,8 +161,7 @@ class CausalSteps:
 
     def flush(self) -> None:
         """See ``ModelSteps``."""
-        if self._stored is not None:
-            self._stored.flush(but=self.reader.sequences)
+        self._stored.flush(but=self.reader.sequences)
 
 
 def _hidden_rows(

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from lmdecode.sampling.sampler_rows import RowRules
 
-__all__ = ["DraftAsk", "DraftSource", "Drafting", "Drafts", "HiddenRows", "HiddenSource"]
+__all__ = [
+    "DraftAsk",
+    "DraftSource",
+    "Drafting",
+    "Drafts",
+    "HiddenRows",
+    "HiddenSource",
+    "ReadAhead",
+]
 
 
 class DraftAsk(NamedTuple):
@@ -83,10 +91,46 @@ class Drafting(Protocol):
         """Return a source for texts of at most ``capacity`` tokens; see ``Engine``."""
 
 
-class Drafts:
-    """A source of drafts that may fail: texts then go on without drafts, after a warning."""
+class ReadAhead:
+    """Draft tokens of one text that were read before they were chosen.
 
-    def __init__(self, source: DraftSource) -> None:
+    ``left`` are neither accepted nor rejected yet; ``num_read`` counts all tokens read.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+        self.num_read = 0
+
+    @property
+    def num_right(self) -> int:
+        """Number of tokens accepted so far."""
+        return self.num_read - len(self.left)
+
+    def takes(self, token: int) -> bool:
+        """Tell whether ``token`` is the next draft token; if so, count it."""
+        if not self.left or self.left[0] != token:
+            return False
+        self.left = self.left[1:]
+        return True
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Begin with the tokens that are read now."""
+        self.left, self.num_read = list(tokens), len(tokens)
+
+
+class Drafts:
+    """Drafts that may fail: texts then go on without them, after a warning.
+
+    The arguments are those of ``Drafting.new_source``; ``most_rows`` is that of the drafting.
+    """
+
+    def __init__(
+        self, drafting: Drafting, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
+    ) -> None:
+        source = drafting.new_source(
+            rows=rows, capacity=capacity, dialect=dialect, max_step_tokens=max_step_tokens
+        )
+        self.most_rows = drafting.most_rows
         self._source: DraftSource | None = source
         self._observer = source if isinstance(source, HiddenSource) else None
 

@@ -102,8 +102,7 @@ class EncoderDecoderSteps:
         failed, encoded, memories = list[Ended](), list[WrittenSequence](), list[Tensor]()
         positions = 0
         for sequence in tuple(self.reading):
-            if sequence.input is None:
-                continue
+            assert sequence.input is not None
             positions += sequence.input.positions
             if encoded and positions > self._max_step_tokens:
                 break
@@ -118,25 +117,30 @@ class EncoderDecoderSteps:
             encoded.append(sequence)
             memories.append(memory)
         if encoded:
-            self._read_memories(encoded, memories)
-            self._encoded += encoded
+            lengths = torch.tensor([len(memory) for memory in memories], device="cpu")
+            one = len(memories) == 1
+            padded = memories[0][None] if one else pad_sequence(memories, batch_first=True)
+            self.read_memories(encoded, padded, lengths)
         return failed
 
-    def _read_memories(
-        self, sequences: Sequence[WrittenSequence], memories: Sequence[Tensor]
+    def read_memories(
+        self, sequences: Sequence[WrittenSequence], memories: Tensor, lengths: Tensor
     ) -> None:
-        """Write the memories and the prompts of sequences to their places."""
+        """Write the memories, [n, S, M], and the prompts of sequences to their places.
+
+        ``lengths``, [n] int64, are the valid positions of each memory. The next step reads the
+        prompts.
+        """
         state = self._state
         places = [self._place_of(sequence) for sequence in sequences]
-        lengths = torch.tensor([len(memory) for memory in memories], device="cpu")
-        padded = memories[0][None] if len(memories) == 1 else pad_sequence([*memories], True)
-        self.searches.read_memory(padded, lengths, torch.tensor(places, device="cpu"))
+        self.searches.read_memory(memories, lengths, torch.tensor(places, device="cpu"))
         for place, sequence in zip(places, sequences, strict=True):
             prompt = sequence.request.prompt_ids
             state.sequences[place, 0, : len(prompt)] = torch.tensor(prompt, device="cpu")
             state.lengths[place] = len(prompt)
             self.searches.caches.cached_lengths[place] = 0
             state.done[place] = 0
+        self._encoded += sequences
 
     def read(self, drawn: ReadRows, searched: SearchedRows) -> StepLogits | None:
         """See ``ModelSteps``."""

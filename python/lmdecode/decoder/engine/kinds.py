@@ -77,20 +77,19 @@ def causal_parts(
         rollback=0 if drafting is None else drafting.most,
         checkpoint_interval=CHECKPOINT_INTERVAL,
     )
-    drafts, most_rows = None, 0
+    drafts = None
     if drafting is not None:
-        most_rows = drafting.most_rows
-        source = drafting.new_source(
+        drafts = Drafts(
+            drafting,
             rows=max_requests,
             capacity=capacity,
             dialect=dialect,
             max_step_tokens=max_step_tokens,
         )
-        drafts = Drafts(source)
     most_beams = max_requests, "max_requests"
     submission = Submission(model.config.vocab_size, capacity, most_beams, dialect, eos_token_id)
     stored = None if store is None else StoredPrompts(store, caches)
-    steps = CausalSteps(caches, max_step_tokens, stored, drafts, most_rows)
+    steps = CausalSteps(caches, max_step_tokens, stored, drafts)
     return EngineParts(steps, submission, max_requests)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.causal_steps import CausalSteps
-from lmdecode.decoder.engine.drafts import Drafting, Drafts
+from lmdecode.decoder.engine.drafts import Drafting, Drafts, ReadAhead
 from lmdecode.decoder.engine.encoder_decoder_steps import EncoderDecoderSteps
-from lmdecode.decoder.engine.encoder_inputs import EncoderInput
 from lmdecode.decoder.engine.model_steps import ModelSteps, StepLogits
 from lmdecode.decoder.engine.request import RequestState
 from lmdecode.decoder.engine.rows import ReadRows, SearchedRows
@@ -47,9 +45,8 @@ class LoopSequence(DrawnSequence):
         request = RequestState(tuple(prompt), nobody)
         super().__init__(request, max_new_tokens, end_tokens, no_rules, -1, None)
         self.num_rows = 1
-        # Tokens that were read before they were chosen, and are not accepted or rejected yet; the
-        # logits, [1 + ahead, V], at the last token and at each of them.
-        self.ahead: list[int] = []
+        self.ahead = ReadAhead()
+        # [1 + n, V], at the last token and at the n tokens ahead.
         self.logits = torch.empty(0, 0, dtype=torch.float32, device="cpu")
 
     @property
@@ -61,10 +58,10 @@ class LoopSequence(DrawnSequence):
         """Append a chosen token; return whether its logits are known, as it was read ahead."""
         self.last = token
         self.request.tokens.append(token)
-        if self.ahead[:1] != [token]:
-            return False
-        self.ahead, self.logits = self.ahead[1:], self.logits[1:]
-        return True
+        is_known = self.ahead.takes(token)
+        if is_known:
+            self.logits = self.logits[1:]
+        return is_known
 
 
 class LoopRows(ReadRows):
@@ -89,28 +86,17 @@ class LoopRows(ReadRows):
         self.steps, self._rows, self._has_drafts = steps, list(rows), has_drafts
         self._leaders = list(range(len(rows))) if has_drafts else list(leaders)
         self._on_read, self._has_ended = on_read, has_ended
-        self._reading: list[LoopSequence] = []  # prompts
         self._no_searches = SearchedRows(steps.caches, 1)
         self._of_rows: Tensor | None = None  # places, unless row i has place i
-
-    def begin(self) -> None:
-        """Give the rows their places, and encode their inputs."""
         for leader, count in Counter(self._leaders).items():
-            sequence = self._rows[leader]
-            sequence.num_rows = count
-            self.steps.begin(sequence)
-            self._reading.append(sequence)
-        for end in self.steps.encode():
-            assert end.error is not None
-            raise end.error
+            self._rows[leader].num_rows = count
+            steps.begin(self._rows[leader])
 
     def read_prompts(self, input_ids: Tensor) -> Tensor:
         """See ``StepwiseModel``; the prompts are those of the sequences."""
         steps, rows = self.steps, self._rows
-        if not self._reading:
-            self.begin()
         logits, order = [], dict[WrittenSequence, int]()
-        while len(order) < len(self._reading):
+        while steps.reading:
             step = steps.read(self, self._no_searches)
             assert step is not None
             for sequence in step.begun:
@@ -160,7 +146,8 @@ class LoopRows(ReadRows):
             drafts = step.drafts or [[] for _ in running]
             parts = step.logits.split([1 + len(draft) for draft in drafts])
             for row, draft, part in zip(running, drafts, parts, strict=True):
-                row.ahead, row.logits = draft, part
+                row.ahead.begin(draft)
+                row.logits = part
         if len(self._rows) == 1:
             return self._rows[0].logits[:1]
         return torch.stack([row.logits[0] for row in self._rows])
@@ -221,7 +208,7 @@ def memory_rows(
     max_length: int,
     has_ended: Callable[[], Tensor | None] | None = None,
 ) -> MemoryRows:
-    """Return the rows of ``prompts`` of tokens, whose beginning has not been read.
+    """Return the rows of ``prompts`` of tokens, as many for each memory.
 
     ``memory`` is [batch, S, M] float32 with ``lengths``, [batch] int64. ``has_ended``: see
     ``LoopRows``.
@@ -234,15 +221,13 @@ def memory_rows(
         num_beams=num_beams,
         capacity=max_length - 1,
         source=memory.shape[1],
-        max_step_tokens=memory.shape[0] * memory.shape[1],
+        max_step_tokens=memory.shape[1],
     )
     sequences = [LoopSequence(prompt, max_length - len(prompt)) for prompt in prompts]
-    for sequence, states, length in zip(
-        sequences[::num_beams], memory, lengths.tolist(), strict=True
-    ):
-        sequence.input = EncoderInput(length, partial(states.narrow, 0, 0, length))
     leaders = [row - row % num_beams for row in range(len(prompts))]
-    return MemoryRows(steps, sequences, leaders, has_ended=has_ended)
+    rows = MemoryRows(steps, sequences, leaders, has_ended=has_ended)
+    steps.read_memories(sequences[::num_beams], memory, lengths)
+    return rows
 
 
 def causal_rows(
@@ -265,16 +250,15 @@ def causal_rows(
     count, most = len(prompts), 0 if drafting is None else drafting.most
     capacity = max(map(len, prompts)) + max_new_tokens
     caches = CausalCaches(packed, count, capacity, dtype=cache_dtype, rollback=most)
-    drafts, most_rows = None, 0
+    drafts = None
     if drafting is not None:
-        most_rows = drafting.most_rows
-        source = drafting.new_source(
+        drafts = Drafts(
+            drafting,
             rows=count,
             capacity=capacity,
             dialect="transformers",
             max_step_tokens=max(count, _MAX_STEP_TOKENS),
         )
-        drafts = Drafts(source)
     first = dict[tuple[int, ...], int]()
     leaders = [first.setdefault(tuple(prompt), row) for row, prompt in enumerate(prompts)]
     rules_of_rows: Sequence[RowRules | None] = rules or [None] * count
@@ -284,7 +268,6 @@ def causal_rows(
             sum(map(len, prompts)) + count * (1 + most),
             None if stored is None else stored(caches),
             drafts,
-            most_rows,
         ),
         [
             LoopSequence(prompt, max_new_tokens, tuple(end_tokens), of_row)

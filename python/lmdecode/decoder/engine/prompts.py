@@ -22,7 +22,7 @@ class PromptReader(Generic[S]):
     or loaded from the store.
     """
 
-    def __init__(self, places: Places, stored: PromptStore | None) -> None:
+    def __init__(self, places: Places, stored: PromptStore) -> None:
         self._places, self._stored = places, stored
         self.sequences: list[S] = []
         self.prompt_tokens = self.cached_tokens = 0
@@ -51,7 +51,7 @@ class PromptReader(Generic[S]):
         sequence, count = part
         sequence.read += count
         self.prompt_tokens += count
-        if self._stored is not None and sequence.read in sequence.keep_at:
+        if sequence.read in sequence.keep_at:
             self._stored.copy(sequence)
         if sequence.read < len(sequence.prompt_ids):
             return False
@@ -93,16 +93,14 @@ class PromptReader(Generic[S]):
     def _begin_with(self, sequence: S, of: int, length: int) -> None:
         """Begin a sequence with the prefix of its prompt from a place or the store."""
         place, prompt, stored = sequence.places[0], sequence.prompt_ids, self._stored
-        if stored is not None:
-            if place != of:
-                self._has_read(sequence, stored.load(place, prompt, length))
-                if stored.has_windows:
-                    self._places.note_loaded(place, sequence.read)
+        if place != of:
+            self._has_read(sequence, stored.load(place, prompt, length))
+            if stored.has_windows:
+                self._places.note_loaded(place, sequence.read)
         if length and not sequence.read:
             self._share(sequence, of, length)
-        if stored is not None:
-            sequence.keep_at = stored.keep_at(prompt, sequence.read)
-            sequence.stops.update(sequence.keep_at)
+        sequence.keep_at = stored.keep_at(prompt, sequence.read)
+        sequence.stops.update(sequence.keep_at)
 
     def _share(self, sequence: S, of: int, length: int) -> None:
         if (shared := self._places.share(sequence.places[0], of, length)) > 0:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from lmdecode.decoder.causal_caches import BLOCK_SIZE, CausalCaches
 from lmdecode.decoder.engine.sequences import ReadSequence
@@ -19,22 +19,24 @@ T = TypeVar("T")
 _MOST_PENDING = 8  # prompts that wait to be written; more are dropped if the disk is slower
 
 
-class PromptStore(Protocol):
-    """Where the steps of a decoder-only model load prompts from, and write them to.
+class PromptStore:
+    """Where the steps of a decoder-only model load prompts from, and write them to; here nowhere.
 
     ``has_windows``: layers with a window load only the last positions.
     """
 
-    has_windows: bool
+    has_windows = False
 
     def load(self, place: int, prompt: tuple[int, ...], longer_than: int) -> int:
         """Load the stored prefix of a prompt into an empty place; return its number of tokens.
 
         0 if nothing is stored, or not more than another place has.
         """
+        return 0
 
     def keep_at(self, prompt: tuple[int, ...], read: int) -> list[int]:
         """Return the lengths at which ``copy`` is called for a prompt that is read so far."""
+        return []
 
     def copy(self, sequence: ReadSequence) -> None:
         """Copy the keys and values of a sequence's prompt, as far as it is read."""
@@ -61,7 +63,7 @@ class _Copy:
     prefixes: list[tuple[array[int], Any]] = field(default_factory=list)
 
 
-class StoredPrompts:
+class StoredPrompts(PromptStore):
     """Prompts of an engine in a store. A failed load is a miss; a failed write is dropped.
 
     The store has the model's fingerprint, and must stay open while the engine runs. Layers with a

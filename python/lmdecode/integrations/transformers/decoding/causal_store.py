@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from lmdecode.causal_fingerprint import check_causal_store
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.sequences import ReadSequence
+from lmdecode.decoder.engine.stored_prompts import PromptStore
 from lmdecode.decoder.prompt_states import PromptStates, lengths_to_store
 from lmdecode.integrations.transformers.store.conversation import Conversation
 from lmdecode.integrations.transformers.store.request import (
@@ -118,7 +119,7 @@ class StoredCall:
             conversation.commit_tokens(background=True)
 
 
-class ConversationPrompts:
+class ConversationPrompts(PromptStore):
     """``PromptStore`` of the one prompt of a ``Conversation``; its rows continue that prompt."""
 
     def __init__(self, store: Any, conversation: Conversation, caches: CausalCaches) -> None:
@@ -163,15 +164,3 @@ class ConversationPrompts:
         self._states.append(begin, self._caches.read(sequence.places[0], begin))
         self._conversation.commit_kv(self._states.first(length), length, background=True)
         self._length = length
-
-    def put(self, sequence: ReadSequence) -> None:
-        """See ``PromptStore``."""
-
-    def put_all(self, but: Collection[ReadSequence] = ()) -> None:
-        """See ``PromptStore``."""
-
-    def drop(self, sequence: ReadSequence) -> None:
-        """See ``PromptStore``."""
-
-    def flush(self, but: Collection[ReadSequence] = ()) -> None:
-        """See ``PromptStore``."""

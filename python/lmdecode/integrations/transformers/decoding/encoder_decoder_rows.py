@@ -175,7 +175,6 @@ def _rows_of_call(
         decoder, call.memory, call.lengths, prompts, call.settings.max_length, has_ended
     )
     if call.no_speech is not None:
-        rows.begin()
         call.no_speech.read(rows.steps.searches)
     return rows
 

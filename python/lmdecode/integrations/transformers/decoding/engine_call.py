@@ -187,9 +187,8 @@ def _engine_of(
     It is not kept if the block raises, or has drafts, whose models are the caller's.
     """
     packed, capacity = decoding.decoder, max(1, max(map(len, prompts)) + new - 1)
-    if packed.max_positions is None or capacity <= packed.max_positions:
-        capacity = -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
-        capacity = min(capacity, packed.max_positions or capacity)
+    capacity = -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
+    capacity = min(capacity, packed.max_positions or capacity)
     key = (packed, decoding.cache_dtype, rows, capacity)
     engine = decoding.spare_engines.take(key) if drafting is None else None
     if engine is None:

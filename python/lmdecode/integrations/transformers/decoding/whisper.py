@@ -244,16 +244,16 @@ class NoSpeech:
         processor = self._processor
         if self._length != processor.begin_index:
             return
-        offset = processor.start_of_trans_offset
+        offset, place = processor.start_of_trans_offset, self._length - 1
         if offset > 1:
             # Covers all audios, even if only some are retried at another temperature: transformers
             # then indexes all of them, too.
             if getattr(processor, "lmdecode_inputs", None) is processor.inputs:
                 return
             processor.lmdecode_inputs = processor.inputs
-            logits = _logits_at(searches, processor.begin_index - offset)[:: self._num_beams]
-        else:
-            logits = _logits_at(searches, self._length - 1)[:: self._num_beams]
+            place = processor.begin_index - offset
+        logits = _logits_at(searches, place)[:: self._num_beams]
+        if offset <= 1:
             logits = logits.repeat_interleave(self._num_beams, dim=0)
         processor._no_speech_prob = logits.softmax(dim=-1)[:, processor.no_speech_token]
 

@@ -9,6 +9,7 @@ import torch
 from transformers import Cache
 
 from lmdecode._checks import check_count
+from lmdecode.decoder.engine.drafts import ReadAhead
 from lmdecode.decoder.engine.lookup_drafts import next_size
 from lmdecode.integrations.transformers.generate_call import (
     CACHE,
@@ -18,8 +19,6 @@ from lmdecode.integrations.transformers.generate_call import (
 from lmdecode.sampling.drafts import prompt_lookup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
 
@@ -56,33 +55,6 @@ def lookup_of(config: GenerationConfig, op: str) -> tuple[GenerationConfig, Look
     config = copy.copy(config)
     config.prompt_lookup_num_tokens = None
     return config, lookup
-
-
-class ReadAhead:
-    """Draft tokens of one text that were read before they were chosen.
-
-    ``left`` are neither accepted nor rejected yet; ``num_read`` counts all tokens read.
-    """
-
-    def __init__(self) -> None:
-        self.left: list[int] = []
-        self.num_read = 0
-
-    @property
-    def num_right(self) -> int:
-        """Number of tokens accepted so far."""
-        return self.num_read - len(self.left)
-
-    def takes(self, token: int) -> bool:
-        """Tell whether ``token`` is the next draft token; if so, count it."""
-        if not self.left or self.left[0] != token:
-            return False
-        self.left = self.left[1:]
-        return True
-
-    def begin(self, tokens: Sequence[int]) -> None:
-        """Begin with the tokens that are read now."""
-        self.left, self.num_read = list(tokens), len(tokens)
 
 
 class SpeculativeDrafts(Protocol):
