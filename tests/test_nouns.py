@@ -26,13 +26,10 @@ MAKERS: dict[str, set[str]] = {
         "quality.py",  # reads texts, writes none
     },
     "DecodingSearches": {
-        "decoder/batch.py",
         "decoder/encoder_decoder.py",  # checks a model
         "decoder/engine/encoder_decoder_steps.py",
+        "decoder/search_slots.py",
         "decoder/searches.py",
-        "decoder/translation.py",
-        "speech/sampling.py",
-        "speech/window_decoder.py",
     },
     "DeviceSearches": {"decoder/searches.py"},
     "new_searches": {"integrations/transformers/decoding/encoder_decoder_generation.py"},

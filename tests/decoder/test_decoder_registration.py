@@ -24,13 +24,13 @@ def running_search(kind: str = "post_norm") -> DecodingSearches:
         max_requests=2, num_beams=3, capacity=10, source=5
     )
     # Nothing that was never written: opcheck compares all that an op may write.
-    for cache in batch._searches.caches[:4]:
+    for cache in batch._slots.searches.caches[:4]:
         cache.zero_()
-    batch._searches._workspace.zero_()
+    batch._slots.searches._workspace.zero_()
     for length in (5, 2):
         request = BeamRequest([1, 4], num_beams=3, max_new_tokens=6, eos_token_id=2)
         batch.add(request, torch.randn(length, 18, generator=torch.Generator().manual_seed(1)))
-    return batch._searches
+    return batch._slots.searches
 
 
 def step_arguments(searches: DecodingSearches) -> tuple[Any, ...]:

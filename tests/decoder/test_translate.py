@@ -98,13 +98,13 @@ def test_threads_share_a_decoding() -> None:
 def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collect the sizes of the batches that are made from here on."""
     sizes: list[int] = []
-    begin = translation._Batch.__init__
+    begin = translation.SearchSlots.__init__
 
-    def count(self: Any, decoder: Any, request: Any, size: int, source: int) -> None:
+    def count(self: Any, decoder: Any, size: int, source: int, **options: Any) -> None:
         sizes.append(size)
-        begin(self, decoder, request, size, source)
+        begin(self, decoder, size, source, **options)
 
-    monkeypatch.setattr(translation._Batch, "__init__", count)
+    monkeypatch.setattr(translation.SearchSlots, "__init__", count)
     return sizes
 
 

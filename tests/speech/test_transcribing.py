@@ -208,7 +208,7 @@ def test_closing_ends_the_work() -> None:
     assert next(again) == expected[0]
     run = again._run
     del again
-    assert not run._decoder.has_work and run._decoder._searches is None
+    assert not run._decoder.has_work and run._decoder._slots is None
     with pytest.raises(KeyError):
         ours.transcribe(sound(1.0), **EASY)[0].throw(KeyError("stop"))
 

@@ -15,16 +15,11 @@ from lmdecode.beam.engine.request import (
     RequestIds,
     check_tokens_of_request,
     position_of_request,
-    token_rules_of_request,
 )
-from lmdecode.beam.engine.results import beam_result
-from lmdecode.beam.engine.slots import begin_search
-from lmdecode.beam.engine.step import RunningSearch
-from lmdecode.beam.ops import beam_finalize
-from lmdecode.beam.state import beam_parameters, new_beam_state
-from lmdecode.beam.token_rules import ALWAYS, new_token_rules, write_token_rules
+from lmdecode.beam.token_rules import ALWAYS, new_token_rules
 from lmdecode.decoder.checks import check_memory
-from lmdecode.decoder.searches import DecodingSearches, check_length
+from lmdecode.decoder.search_slots import SearchSlots
+from lmdecode.decoder.searches import check_length
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["DecodingBatch"]
@@ -87,21 +82,19 @@ class DecodingBatch:
         self._source = source
         self._max_suppressed = max_suppressed
         self._generation_config, self._request_of_config = generation_config, request_of_config
-        state = new_beam_state(max_requests, num_beams, capacity, keep_log_probs=True,
-                               keep_beam_indices=True)  # fmt: skip
-        state.done.fill_(1)  # places without a request
-        parameters = beam_parameters(
-            max_requests, 1, end_tokens=[[-1] * max_end_tokens] * max_requests
-        )
-        self._searches = DecodingSearches(
+        self._slots = SearchSlots(
             decoder,
-            state,
-            parameters,
-            new_token_rules(max_requests, max_end_tokens + max_suppressed, 2),
+            max_requests,
             source,
+            num_beams=num_beams,
+            capacity=capacity,
+            num_ends=max_end_tokens,
             num_candidates=max(2, 1 + max_end_tokens) * num_beams,
+            token_rules=new_token_rules(max_requests, max_end_tokens + max_suppressed, 2),
         )
-        self._running: dict[int, RunningSearch] = {}  # by slots, in the order of adding
+        # Requests and their ids by slots, in the order of adding.
+        self._running: dict[int, tuple[BeamRequest, Hashable]] = {}
+        self._free = list(range(max_requests))
         self._finished: list[BeamResult] = []
         self._ids = RequestIds()  # of both
 
@@ -111,16 +104,17 @@ class DecodingBatch:
     @property
     def running(self) -> tuple[Hashable, ...]:
         """The requests that have not ended."""
-        return tuple(search.request_id for search in self._running.values())
+        return tuple(request_id for _, request_id in self._running.values())
 
     @property
     def free_places(self) -> int:
         """Number of requests that can be added."""
-        return self._searches.state.done.shape[0] - len(self._running)
+        return len(self._free)
 
     def _check(self, request: BeamRequest, memory: Tensor) -> None:
         self._ids.check(f"{_OP}.add", request)
-        state, parameters = self._searches.state, self._searches.parameters
+        searches = self._slots.searches
+        state, parameters = searches.state, searches.parameters
         if not self.free_places:
             raise ValueError(f"{_OP}.add: {len(self._running)} requests run; expected a free place")
         for name, value, most in (
@@ -186,19 +180,13 @@ class DecodingBatch:
                 raise ValueError(f"{_OP}: generation_config is given; expected Decoding.batch()")
             request = self._request_of_config(request, generation_config)
         self._check(request, memory)
-        slot = next(
-            slot for slot in range(len(self._searches.state.done)) if slot not in self._running
-        )
+        slot = min(self._free)
         memory = memory.detach().to(device="cpu", dtype=torch.float32)
-        searches, vocab_size = self._searches, self._decoder.config.vocab_size
-        lengths, slots = torch.tensor([[len(memory)], [slot]], device="cpu")
-        searches.read_memory(memory[None], lengths, slots)
-        begin_search(searches.state, searches.parameters, slot, request)
-        write_token_rules(searches.token_rules, slot, token_rules_of_request(request, vocab_size))
-        searches.tries[slot] = request.trie
+        self._slots.begin(slot, request, memory)
+        self._free.remove(slot)
         request_id = self._ids.new(request)
         self._ids.add(request_id)
-        self._running[slot] = RunningSearch(request, request_id, [slot])
+        self._running[slot] = request, request_id
         return request_id
 
     def cancel(self, request_id: Hashable) -> None:
@@ -223,12 +211,14 @@ class DecodingBatch:
             The requests that have ended; their results are in ``pop_finished``.
         """
         max_steps = _size("max_steps", max_steps)
-        self._searches.run(max_steps, stop_when_done=True)
-        state, ended = self._searches.state, []
-        for slot, search in list(self._running.items()):
+        self._slots.searches.run(max_steps, stop_when_done=True)
+        state, ended = self._slots.searches.state, []
+        for slot, (request, request_id) in list(self._running.items()):
             if int(state.done[slot]) or int(state.status[slot]):
-                ended.append(search.request_id)
-                self._finish(slot)
+                places = torch.tensor([slot], device="cpu")
+                self._finished += self._slots.results(request, [request_id], places)
+                self._leave(slot)
+                ended.append(request_id)
         return tuple(ended)
 
     def run(self) -> list[BeamResult]:
@@ -237,29 +227,10 @@ class DecodingBatch:
             self.step(ALWAYS)
         return self.pop_finished()
 
-    def _finish(self, slot: int) -> None:
-        search, state = self._running[slot], self._searches.state
-        places = torch.tensor([slot], device="cpu")
-        final = beam_finalize(
-            state, self._searches.parameters, search.request.num_return_sequences, slots=places
-        )
-        self._finished.append(
-            beam_result(
-                search.request,
-                search.request_id,
-                final,
-                state.status[places],
-                state.hypothesis_scores.shape[1],
-                int(state.lengths[slot]) - len(search.request.prompt_ids),
-            )
-        )
-        self._leave(slot)
-
     def _leave(self, slot: int) -> None:
-        """Let a place have no request."""
         del self._running[slot]
-        self._searches.tries[slot] = None
-        self._searches.state.done[slot] = 1
+        self._slots.leave(slot)
+        self._free.append(slot)
 
     def pop_finished(self) -> list[BeamResult]:
         """Return the results of the requests that have ended since the last call, in order."""

@@ -74,7 +74,7 @@ class DecodingSearches:
         slots, beams, capacity = state.sequences.shape
         self.decoder, self.state, self.parameters = decoder, state, parameters
         self.token_rules = token_rules
-        self.tries = [None] * slots if tries is None else list(tries)
+        self.tries: list[Trie | None] = [None] * slots if tries is None else list(tries)
         self._options = [SEARCH_DIALECTS[dialect], int(greedy), num_groups, num_candidates]
         workspace_size = ops.decoding_workspace_bytes(
             *decoder.of_layers[2:],

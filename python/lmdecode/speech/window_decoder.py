@@ -12,23 +12,20 @@ import torch
 from torch import Tensor
 
 from lmdecode.beam.engine.request import BeamRequest
-from lmdecode.beam.engine.slots import begin_search
-from lmdecode.beam.ops import beam_finalize
-from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import (
     ALWAYS,
     TokenRules,
     new_token_rules,
     one_slot,
-    write_token_rules,
 )
 from lmdecode.decoder.cross_attention import CrossAttention
+from lmdecode.decoder.search_slots import SearchSlots
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.state import padded
+from lmdecode.sampling.ops import top_k_top_p_sample
 from lmdecode.speech.model import SpeechModel
 from lmdecode.speech.options import TranscriptionOptions
 from lmdecode.speech.rules import ruled
-from lmdecode.speech.sampling import draw
 
 __all__ = ["DecodedWindow", "Window", "WindowDecoder"]
 
@@ -99,7 +96,7 @@ class WindowDecoder:
         self._running: dict[int, Window] = {}  # by places
         self._memories: dict[int, Tensor] = {}
         self._no_speech: dict[int, float] = {}
-        self._searches: DecodingSearches | None = None
+        self._slots: SearchSlots | None = None
         self._values = torch.empty(0, dtype=torch.float32, device="cpu")  # of a step
         self._cross: CrossAttention | None = None
         if options.word_timestamps:
@@ -132,9 +129,9 @@ class WindowDecoder:
         self._waiting.clear()
         self._running.clear()
         self._memories.clear()
-        searches, self._searches = self._searches, None
-        if searches is not None:
-            searches.release()
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.searches.release()
 
     @torch.no_grad()
     def step(self) -> list[tuple[Window, DecodedWindow | Exception]]:
@@ -148,13 +145,11 @@ class WindowDecoder:
         if self._options.temperature[0] > 0:
             ended = list(self._running)
         else:
-            assert self._searches is not None
-            penalties = self._options.repetition_penalty, self._options.no_repeat_ngram_size
-            ended = list[int]()
+            assert self._slots is not None
+            searches, ended = self._slots.searches, list[int]()
             for _ in range(_STEPS):
-                self._searches.read_tokens(self._values)
-                self._searches.choose(ruled(self._searches, self._values, *penalties))
-                goes_on = self._searches.are_running().tolist()
+                searches.choose(self._read(searches, self._values))
+                goes_on = searches.are_running().tolist()
                 ended = [place for place in self._running if not goes_on[place]]
                 if ended:
                     break
@@ -176,7 +171,7 @@ class WindowDecoder:
         """Give free places to the windows that have waited longest; return those that failed."""
         new: list[int] = []
         failed: list[tuple[Window, DecodedWindow | Exception]] = []
-        if self._searches is None:
+        if self._slots is None:
             self._places = min(self._most, len(self._waiting))
         for place in range(self._places):
             if not self._waiting:
@@ -195,37 +190,27 @@ class WindowDecoder:
         return failed
 
     def _begin(self, place: int, window: Window, memory: Tensor) -> None:
-        searches = self._searches
-        if searches is None:
-            searches = self._searches = self._new_searches(padded(len(memory)))
-        places = torch.tensor([place], device="cpu")
-        searches.read_memory(memory[None], torch.tensor([len(memory)], device="cpu"), places)
-        begin_search(searches.state, searches.parameters, place, self._request(window))
-        write_token_rules(searches.token_rules, place, self._rules(window))
+        if self._slots is None:
+            self._slots = self._new_slots(padded(len(memory)))
+        self._slots.begin(place, self._request(window), memory, self._rules(window))
         self._running[place], self._memories[place] = window, memory
 
-    def _new_searches(self, source: int) -> DecodingSearches:
+    def _new_slots(self, source: int) -> SearchSlots:
         options = self._options
-        is_search = options.temperature[0] == 0
-        beams = options.beam_size if is_search else 1
+        beams = options.beam_size if options.temperature[0] == 0 else 1
         request = BeamRequest([0], max_new_tokens=1, num_beams=beams, patience=options.patience)
-        state = new_beam_state(
-            self._places,
-            beams,
-            self._model.capacity,
-            num_hypotheses=request.num_hypotheses,
-            keep_log_probs=True,
-        )
-        state.done.fill_(1)
         shape = (2, self._places * beams, self._model.decoder.config.vocab_size)
         self._values = torch.zeros(shape, dtype=torch.float32, device="cpu")
-        return DecodingSearches(
+        bans = len(self._suppressed) + len(self._suppressed_first)
+        return SearchSlots(
             self._model.decoder,
-            state,
-            beam_parameters(self._places, 1, end_tokens=[[-1]] * self._places),
-            new_token_rules(self._places, len(self._suppressed) + len(self._suppressed_first)),
+            self._places,
             source,
+            num_beams=beams,
+            capacity=self._model.capacity,
+            num_hypotheses=request.num_hypotheses,
             num_candidates=2 * beams,
+            token_rules=new_token_rules(self._places, bans),
         )
 
     def _request(self, window: Window) -> BeamRequest:
@@ -267,8 +252,8 @@ class WindowDecoder:
 
     def _read_no_speech(self, places: list[int]) -> None:
         """Find the probability of silence in new windows: it is read after the start token."""
-        assert self._searches is not None
-        searches = self._searches
+        assert self._slots is not None
+        searches = self._slots.searches
         state, prompts = searches.state, searches.parameters.prompt_lengths
         kept = [part.clone() for part in (state.done, state.lengths, prompts)]
         state.done.fill_(1)
@@ -286,8 +271,8 @@ class WindowDecoder:
 
     def _leave(self, place: int) -> None:
         del self._running[place], self._memories[place]
-        if self._searches is not None:
-            self._searches.state.done[place] = 1
+        if self._slots is not None:
+            self._slots.leave(place)
 
     # ---- results
 
@@ -317,10 +302,10 @@ class WindowDecoder:
         tokens = best.tokens
         attention = None
         if self._cross is not None:
-            assert self._searches is not None
+            assert self._slots is not None
             # A token is predicted as the one before it is read.
             read = [*window.prompt, *tokens]
-            weights = self._cross.weights(read, self._searches.caches, place)
+            weights = self._cross.weights(read, self._slots.searches.caches, place)
             attention = weights[:, window.begin - 1 :]
         return DecodedWindow(
             [*prefix, *tokens],
@@ -344,30 +329,70 @@ class WindowDecoder:
         return is_unlikely or (most is not None and ratio > most)
 
     def _searched(self, place: int, window: Window) -> _Found:
-        assert self._searches is not None
-        state = self._searches.state
-        if int(state.status[place]):
+        assert self._slots is not None
+        if int(self._slots.searches.state.status[place]):
             raise RuntimeError(
                 f"Transcriber: the window at frame {window.seek} has NaN in its logits, or no "
                 "token to go on with"
             )
-        final = beam_finalize(
-            state, self._searches.parameters, 1, slots=torch.tensor([place], device="cpu")
-        )
+        final = self._slots.final(torch.tensor([place], device="cpu"), 1)
         begin, end = len(window.prompt), int(final.lengths[0, 0])
         tokens = final.sequences[0, 0, begin:end].tolist()
         return _Found(tokens, final.log_probs[0, 0, begin:end].tolist())
 
     def _drawn(self, place: int, window: Window, temperature: float, number: int) -> _Found:
-        rows = draw(
-            self._model,
-            self._memories[place],
-            window.prompt,
-            self._rules(window),
-            self._options,
-            temperature=temperature,
-            new_tokens=self._new_tokens(window),
-            seed=self._options.seed + 1_000_003 * window.seek + number,
+        """Draw ``best_of`` texts at a temperature above 0; return the most probable one.
+
+        A text has the same tokens for a seed whatever else is decoded. Log-probabilities are those
+        among the allowed tokens, before the temperature; the end token counts where it came.
+        """
+        model, memory, rows = self._model, self._memories[place], self._options.best_of
+        new_tokens, rules = self._new_tokens(window), self._rules(window)
+        length, end, vocab = len(window.prompt), model.tokens.end, model.decoder.config.vocab_size
+        request = BeamRequest(window.prompt, max_new_tokens=new_tokens, num_beams=rows)
+        slots = SearchSlots(
+            model.decoder,
+            1,
+            padded(len(memory)),
+            num_beams=rows,
+            capacity=length + new_tokens + 1,
+            num_candidates=1,
+            token_rules=new_token_rules(1, rules.bans.shape[1]),
         )
-        tokens, log_probs = max(rows, key=lambda row: sum(row[1]) / len(row[1]))
-        return _Found(tokens, log_probs)
+        slots.begin(0, request, memory, rules)
+        searches, state = slots.searches, slots.searches.state
+        values = torch.empty(2, rows, vocab, dtype=torch.float32, device="cpu")
+        seed = (self._options.seed + 1_000_003 * window.seek + number) % (1 << 62)
+        seeds = [seed + (row << 40) for row in range(rows)]
+        log_probs = torch.zeros(rows, new_tokens, dtype=torch.float32, device="cpu")
+        has_ended = torch.zeros(rows, dtype=torch.bool, device="cpu")
+        taken = 0
+        while taken < new_tokens and not bool(has_ended.all()):
+            scores = self._read(searches, values)
+            if not bool((scores.amax(dim=1) > -torch.inf).all()):
+                raise RuntimeError(
+                    "Transcriber: a window has NaN in its logits, or no token to go on with"
+                )
+            tokens = top_k_top_p_sample(
+                scores, temperature=temperature, seed=seeds, position=taken
+            ).index
+            tokens[has_ended] = end
+            of_tokens = scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(1)
+            log_probs[:, taken] = of_tokens.masked_fill(has_ended, 0.0)
+            state.sequences[0, :, length + taken] = tokens
+            state.lengths.add_(1)
+            has_ended |= tokens == end
+            taken += 1
+        searches.release()
+        found = list[_Found]()
+        for row in range(rows):
+            drawn = state.sequences[0, row, length : length + taken].tolist()
+            count = drawn.index(end) + 1 if end in drawn else taken
+            found.append(_Found(drawn[:count], log_probs[row, :count].tolist()))
+        return max(found, key=lambda one: sum(one.log_probs) / len(one.log_probs))
+
+    def _read(self, searches: DecodingSearches, values: Tensor) -> Tensor:
+        """Read the last tokens; return the logits that the next are chosen by (``ruled``)."""
+        searches.read_tokens(values)
+        options = self._options
+        return ruled(searches, values, options.repetition_penalty, options.no_repeat_ngram_size)
