@@ -169,7 +169,7 @@ def test_keys_and_values_stay_where_they_are() -> None:
     """Steps write one position of each row, and no byte of the memory's."""
     batch = lmdecode.Decoding(*random_decoder("post_norm")).batch(**SIZES)
     batch.add(BeamRequest(**REQUESTS[0]), memories()[0])
-    caches = batch._searches.caches
+    caches = batch._slots.searches.caches
     for position in range(4):
         now = [cache.view(torch.int32) for cache in caches[:4]]  # bits: some were never written
         before = [cache.clone() for cache in now]

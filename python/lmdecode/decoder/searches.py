@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,6 +156,22 @@ class DecodingSearches:
                 rows, self.decoder.config.vocab_size, dtype=torch.float32, device="cpu"
             )
         self._run([1, 0, 0], logits)
+        return logits
+
+    def prompt_logits(self, lengths: Mapping[int, int]) -> Tensor:
+        """Return the logits after the first ``lengths[slot]`` tokens of prompts, [rows, V].
+
+        The searches go on from there; other slots are not read.
+        """
+        state, prompts = self.state, self.parameters.prompt_lengths
+        kept = [part.clone() for part in (state.done, state.lengths, prompts)]
+        state.done.fill_(1)
+        for slot, length in lengths.items():
+            state.done[slot] = 0
+            state.lengths[slot] = prompts[slot] = length
+        logits = self.read_tokens()
+        for part, before in zip((state.done, state.lengths, prompts), kept, strict=True):
+            part.copy_(before)
         return logits
 
     def choose_first(self) -> None:

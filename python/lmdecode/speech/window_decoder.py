@@ -253,18 +253,10 @@ class WindowDecoder:
     def _read_no_speech(self, places: list[int]) -> None:
         """Find the probability of silence in new windows: it is read after the start token."""
         assert self._slots is not None
+        start = self._model.tokens.start
+        begun = {place: self._running[place].prompt.index(start) + 1 for place in places}
         searches = self._slots.searches
-        state, prompts = searches.state, searches.parameters.prompt_lengths
-        kept = [part.clone() for part in (state.done, state.lengths, prompts)]
-        state.done.fill_(1)
-        for place in places:
-            at = self._running[place].prompt.index(self._model.tokens.start)
-            state.done[place] = 0
-            state.lengths[place] = prompts[place] = at + 1
-        logits = searches.read_tokens()
-        for part, before in zip((state.done, state.lengths, prompts), kept, strict=True):
-            part.copy_(before)
-        beams = state.scores.shape[1]
+        logits, beams = searches.prompt_logits(begun), searches.state.scores.shape[1]
         for place in places:
             probabilities = logits[place * beams].softmax(dim=0)
             self._no_speech[place] = float(probabilities[self._model.tokens.no_speech])

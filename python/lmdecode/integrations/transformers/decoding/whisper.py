@@ -252,22 +252,11 @@ class NoSpeech:
                 return
             processor.lmdecode_inputs = processor.inputs
             place = processor.begin_index - offset
-        logits = _logits_at(searches, place)[:: self._num_beams]
+        lengths = dict.fromkeys(range(len(searches.state.done)), place + 1)
+        logits = searches.prompt_logits(lengths)[:: self._num_beams]
         if offset <= 1:
             logits = logits.repeat_interleave(self._num_beams, dim=0)
         processor._no_speech_prob = logits.softmax(dim=-1)[:, processor.no_speech_token]
-
-
-def _logits_at(searches: DecodingSearches, place: int) -> Tensor:
-    """Return the decoder's logits after the token at ``place`` of the prompts, [rows, V]."""
-    lengths, prompts = searches.state.lengths, searches.parameters.prompt_lengths
-    before = lengths.clone(), prompts.clone()
-    lengths.fill_(place + 1)
-    prompts.fill_(place + 1)
-    logits = searches.read_tokens()
-    lengths.copy_(before[0])
-    prompts.copy_(before[1])
-    return logits
 
 
 class PromptLogits(ForwardOf):
