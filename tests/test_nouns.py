@@ -18,10 +18,8 @@ SUFFIXES = {".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".html"}
 MAKERS: dict[str, set[str]] = {
     "CausalCaches": {
         "decoder/causal_batch.py",
-        "decoder/engine/assistant_drafts.py",
-        "decoder/engine/kinds.py",
-        "decoder/engine/loop_rows.py",
-        "decoder/engine/mtp_drafts.py",
+        "decoder/engine/model_drafts.py",
+        "decoder/engine/steps.py",
         "decoder/saved_model.py",  # checks a model
         "quality.py",  # reads texts, writes none
     },

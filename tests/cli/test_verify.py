@@ -15,8 +15,7 @@ from lmdecode.__main__ import main
 from lmdecode.cli import verify, verify_texts
 from lmdecode.cli.verify import CONTEXT, Checks, random_model
 from lmdecode.decoder.decoding import PackedDecoding
-from lmdecode.decoder.engine.drafts import DraftAsk
-from lmdecode.decoder.engine.lookup_drafts import LookupDrafts
+from lmdecode.decoder.engine.drafts import DraftAsk, LookupDrafts
 from lmdecode.decoder.engine.rows import DrawnRows
 from tests.cli.talking import ROOT, saved_model
 
@@ -223,7 +222,7 @@ def test_drafts_that_are_never_accepted(
     only: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text is the same then, and nothing is shown."""
-    from lmdecode.decoder.engine.assistant_drafts import AssistantDrafts
+    from lmdecode.decoder.engine.model_drafts import AssistantDrafts
 
     def nothing(self: Any, asks: list[DraftAsk]) -> list[list[int]]:
         return [[] for _ in asks]
@@ -279,7 +278,7 @@ def nudged(self, x, drafts=()):
 DrawnRows.step = nudged
 """,
     "lost": """
-from lmdecode.decoder.engine.stored_prompts import StoredPrompts
+from lmdecode.decoder.engine.prompts import StoredPrompts
 StoredPrompts.load = lambda self, place, prompt, longer_than: 0
 """,
     "other values": """

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import lmdecode
-from lmdecode.decoder.engine.assistant_drafts import AssistantDrafts
-from lmdecode.decoder.engine.lookup_drafts import LookupDrafts
+from lmdecode.decoder.engine.drafts import LookupDrafts
+from lmdecode.decoder.engine.model_drafts import AssistantDrafts
 from tests.engine.engine_cases import (
     CAPACITY,
     OddTokens,

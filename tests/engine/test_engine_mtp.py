@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lmdecode
-from lmdecode.decoder.engine.mtp_drafts import MtpDrafts
+from lmdecode.decoder.engine.model_drafts import MtpDrafts
 from tests.engine.engine_cases import CAPACITY, is_whole
 from tests.engine.test_engine_drafts import draw, finish
 from tests.support.causal_models import random_tokens

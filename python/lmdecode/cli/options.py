@@ -13,7 +13,7 @@ import torch
 from lmdecode._checks import MAX_INT
 from lmdecode.cli.errors import CommandError
 from lmdecode.cli.terminal import busy
-from lmdecode.decoder.engine.draft_options import is_padding
+from lmdecode.decoder.engine.model_drafts import is_padding
 from lmdecode.generation_options import FUSED
 from lmdecode.sampling.parameters import SamplingParameters
 from lmdecode.serving.text_model import TextModel, is_causal

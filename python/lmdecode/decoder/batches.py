@@ -11,7 +11,7 @@ from lmdecode.decoder.causal_batch import CausalBatch
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.engine import Engine
-from lmdecode.decoder.engine.draft_options import drafting_of
+from lmdecode.decoder.engine.model_drafts import drafting_of
 from lmdecode.decoder.spares import Spares
 from lmdecode.decoder.weights import PackedDecoder
 

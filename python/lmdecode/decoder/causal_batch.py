@@ -18,10 +18,9 @@ from lmdecode.decoder.causal_caches import (
     check_sizes_of_batch,
 )
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.engine.causal_steps import CausalSteps
-from lmdecode.decoder.engine.loop_rows import LoopSequence
-from lmdecode.decoder.engine.rows import ReadRows, SearchedRows
-from lmdecode.decoder.engine.sequences import DrawnSequence
+from lmdecode.decoder.engine.request import DrawnSequence
+from lmdecode.decoder.engine.rows import LoopSequence, ReadRows, SearchedRows
+from lmdecode.decoder.engine.steps import CausalSteps
 
 __all__ = ["CausalBatch"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lmdecode._checks import type_error
 from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
-from lmdecode.decoder.engine.loop_rows import memory_rows
+from lmdecode.decoder.engine.steps import memory_rows
 from lmdecode.decoder.saved_model import MANIFEST, check_unchanged, load_packed
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.decoding import Decoding

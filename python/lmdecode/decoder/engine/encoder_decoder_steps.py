@@ -12,9 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from lmdecode._ops import ops
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import new_token_rules
-from lmdecode.decoder.engine.model_steps import StepLogits
-from lmdecode.decoder.engine.rows import Ended, FollowingCaches, ReadRows, SearchedRows
-from lmdecode.decoder.engine.sequences import DrawnSequence, WrittenSequence
+from lmdecode.decoder.engine.request import DrawnSequence, WrittenSequence
+from lmdecode.decoder.engine.rows import Ended, FollowingCaches, ReadRows, SearchedRows, StepLogits
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.weights import PackedDecoder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -14,22 +14,47 @@ from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.drafts import Drafting
-from lmdecode.decoder.engine.encoder_inputs import Encoder
-from lmdecode.decoder.engine.kinds import causal_parts, encoder_decoder_parts
-from lmdecode.decoder.engine.request import Request, RequestState
-from lmdecode.decoder.engine.rows import DrawnRows, Ended, SearchedRows
-from lmdecode.decoder.engine.sequences import (
+from lmdecode.decoder.engine.request import (
     DrawnSequence,
     Grammar,
+    Request,
+    RequestState,
     SearchedSequence,
     WrittenSequence,
 )
-from lmdecode.decoder.engine.stats import EngineStats
-from lmdecode.decoder.engine.submission import RequestParameters
+from lmdecode.decoder.engine.rows import DrawnRows, Ended, SearchedRows
+from lmdecode.decoder.engine.steps import causal_parts, encoder_decoder_parts
+from lmdecode.decoder.engine.submission import Encoder, RequestParameters
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.decoder.worker_threads import release_worker_threads, stopped_at_exit
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "EngineStats"]
+
+
+class EngineStats(NamedTuple):
+    """Counts of an ``Engine``.
+
+    Attributes
+    ----------
+    running, waiting, free_places : int
+        Number of requests with places, of waiting requests, and of free places.
+    steps, prompt_tokens, cached_tokens, new_tokens : int
+        Since the engine was made: number of steps, of prompt tokens computed and shared, and of
+        generated tokens.
+    drafted_tokens, accepted_tokens : int
+        Number of tokens of drafts, and of those that were chosen.
+    """
+
+    running: int
+    waiting: int
+    free_places: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
 
 _OP = "Engine"
 

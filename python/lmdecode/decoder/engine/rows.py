@@ -1,9 +1,10 @@
-"""The choice of tokens in an ``Engine``: rows of a sampler, and rows of searches."""
+"""Who chooses tokens: rows of a sampler, rows of searches, and rows of a loop in Python."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -11,11 +12,29 @@ import torch
 from torch import Tensor
 
 from lmdecode.beam.engine.search import BeamSearch
-from lmdecode.decoder.engine.request import FinishReason, TokenLogprob
-from lmdecode.decoder.engine.sequences import DrawnSequence, SearchedSequence, WrittenSequence
+from lmdecode.decoder.engine.drafts import ReadAhead
+from lmdecode.decoder.engine.request import (
+    DrawnSequence,
+    FinishReason,
+    RequestState,
+    SearchedSequence,
+    TokenLogprob,
+    WrittenSequence,
+)
 from lmdecode.sampling.sampler import CompactSampler, Results
+from lmdecode.sampling.sampler_rows import RowRules
 
-__all__ = ["DrawnRows", "Ended", "FollowingCaches", "ReadRows", "SearchedRows"]
+__all__ = [
+    "DrawnRows",
+    "Ended",
+    "FollowingCaches",
+    "LoopRows",
+    "LoopSequence",
+    "ModelSteps",
+    "ReadRows",
+    "SearchedRows",
+    "StepLogits",
+]
 
 _FAILED = {1: "NaN in its logits", 2: "no logit above -inf", 4: "an invalid score"}
 
@@ -352,3 +371,234 @@ class SearchedRows:
         trie = sequence.search.trie
         is_item = trie is not None and (not tokens or tokens in trie)
         return Ended(sequence, "stop" if is_whole or is_item else "length")
+
+
+# --- Steps, as rows read them ---------------------------------------------------------------------
+
+
+class StepLogits(NamedTuple):
+    """Logits of a step, [rows, V] float32: the sampled sequences, then the beams of the searches.
+
+    ``begun`` yields the sequences that finished their prompts in this step; they come last among
+    the sampled sequences, or among the beams. Each leaves ``reading`` when it is yielded.
+    ``drafts`` are drafts of the first sampled sequences, see ``DrawnRows.step``; such a sequence
+    has logits after each token of its draft, too.
+    """
+
+    logits: Tensor
+    begun: Iterator[WrittenSequence]
+    drafts: Sequence[list[int]] = ()
+
+
+class ModelSteps(Protocol):
+    """Places of a model's caches, and its steps."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of computed prompt tokens."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Number of prompt tokens that were shared or loaded."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of caches and scratch, used or not."""
+
+    @property
+    def caches(self) -> FollowingCaches:
+        """The caches; their rows are the places of sequences."""
+
+    @property
+    def reading(self) -> list[WrittenSequence]:
+        """Sequences with places and unread prompt tokens, in order."""
+
+    @property
+    def num_free(self) -> int:
+        """Number of free places."""
+
+    def has_room(self, sequence: WrittenSequence) -> bool:
+        """Whether enough places are free for a sequence."""
+
+    def begin(self, sequence: WrittenSequence) -> None:
+        """Assign places to a sequence; enough are free."""
+
+    def encode(self) -> list[Ended]:
+        """Encode inputs before their sequences can read; return the sequences that failed."""
+
+    def read(self, drawn: ReadRows, searched: SearchedRows) -> StepLogits | None:
+        """Read the last token of every row, and as much of prompts as fits.
+
+        None if there was nothing to read.
+        """
+
+    def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
+        """Free the places of a sequence; others may reuse sound ones."""
+
+    def clear(self) -> None:
+        """Forget the prompts being read, after a failed step; places are freed one by one."""
+
+    def flush(self) -> None:
+        """Wait until kept prompts are written."""
+
+
+# --- Rows of a loop in Python ---------------------------------------------------------------------
+
+
+class LoopSequence(DrawnSequence):
+    """A sequence whose tokens Python chooses; no sampler has a row of it.
+
+    ``rules`` choose its drafts. It reads its prompt for ``num_beams`` rows with the same prompt.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        end_tokens: tuple[int, ...] = (),
+        rules: RowRules | None = None,
+    ) -> None:
+        nobody: Any = None  # waits for its tokens
+        no_rules: Any = rules
+        request = RequestState(tuple(prompt), nobody)
+        super().__init__(request, max_new_tokens, end_tokens, no_rules, -1, None)
+        self.num_rows = 1
+        self.ahead = ReadAhead()
+        # [1 + n, V], at the last token and at the n tokens ahead.
+        self.logits = torch.empty(0, 0, dtype=torch.float32, device="cpu")
+
+    @property
+    def num_beams(self) -> int:
+        """Rows that it needs at most."""
+        return self.num_rows
+
+    def takes(self, token: int) -> bool:
+        """Append a chosen token; return whether its logits are known, as it was read ahead."""
+        self.last = token
+        self.request.tokens.append(token)
+        is_known = self.ahead.takes(token)
+        if is_known:
+            self.logits = self.logits[1:]
+        return is_known
+
+
+class LoopRows(ReadRows):
+    """``StepwiseModel`` of the rows of one call, on the steps of a model.
+
+    Row ``leaders[row]`` reads a row's prompt, which is the same. With drafts each row reads its
+    own. ``on_read`` is called with the tokens so far, [rows, S], before each later step. Rows where
+    ``has_ended()``, [rows] bool or None for none, have logits of 0 from then on.
+    """
+
+    def __init__(
+        self,
+        steps: ModelSteps,
+        rows: Sequence[LoopSequence],
+        leaders: Sequence[int],
+        *,
+        has_drafts: bool = False,
+        on_read: Callable[[Tensor], None] | None = None,
+        has_ended: Callable[[], Tensor | None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.steps, self._rows, self._has_drafts = steps, list(rows), has_drafts
+        self._leaders = list(range(len(rows))) if has_drafts else list(leaders)
+        self._on_read, self._has_ended = on_read, has_ended
+        self._no_searches = SearchedRows(steps.caches, 1)
+        self._of_rows: Tensor | None = None  # places, unless row i has place i
+        for leader, count in Counter(self._leaders).items():
+            self._rows[leader].num_rows = count
+            steps.begin(self._rows[leader])
+
+    def read_prompts(self, input_ids: Tensor) -> Tensor:
+        """See ``StepwiseModel``; the prompts are those of the sequences."""
+        steps, rows = self.steps, self._rows
+        logits, order = [], dict[WrittenSequence, int]()
+        while steps.reading:
+            step = steps.read(self, self._no_searches)
+            assert step is not None
+            for sequence in step.begun:
+                order[sequence] = len(order)
+            logits.append(step.logits)
+        self._take_places()
+        self.running = list(rows)
+        at = [order[rows[leader]] for leader in self._leaders]
+        found = logits[0] if len(logits) == 1 else torch.cat(logits)
+        if at == list(range(len(found))):
+            return found
+        return found[torch.tensor(at, device="cpu")]
+
+    def _take_places(self) -> None:
+        """Give each row a place of its leader, which continues the leader's prompt."""
+        rows, caches = self._rows, self.steps.caches
+        left = {leader: iter(rows[leader].places) for leader in self._leaders}
+        places = [next(left[leader]) for leader in self._leaders]
+        parents = torch.arange(caches.sequences, device="cpu")
+        sources = [rows[leader].places[0] for leader in self._leaders]
+        if sources != places:
+            parents[places] = torch.tensor(sources, device="cpu")
+            caches.reorder(parents)
+        for row, place in zip(rows, places, strict=True):
+            row.places = [place]
+        if places != list(range(caches.sequences)):
+            self._of_rows = torch.tensor(places, device="cpu")
+
+    def read(self, input_ids: Tensor) -> Tensor:
+        """See ``StepwiseModel``. With drafts, the logits of some rows are known already."""
+        if self._on_read is not None:
+            self._on_read(input_ids)
+        last = input_ids[:, -1].contiguous()
+        if self._has_ended is not None and (ended := self._has_ended()) is not None:
+            return self._read_others(last, ended)
+        if not self._has_drafts:
+            if self.tokens is None:  # the steps see the rows for the first time
+                for row, token in zip(self._rows, last.tolist(), strict=True):
+                    row.last = token
+            self.tokens = last
+            return self._step().logits
+        chosen = zip(self._rows, last.tolist(), strict=True)
+        running = [row for row, token in chosen if not row.takes(token)]
+        if running:
+            self.running = list(running)
+            step = self._step()
+            drafts = step.drafts or [[] for _ in running]
+            parts = step.logits.split([1 + len(draft) for draft in drafts])
+            for row, draft, part in zip(running, drafts, parts, strict=True):
+                row.ahead.begin(draft)
+                row.logits = part
+        if len(self._rows) == 1:
+            return self._rows[0].logits[:1]
+        return torch.stack([row.logits[0] for row in self._rows])
+
+    def _read_others(self, last: Tensor, ended: Tensor) -> Tensor:
+        """Return the logits at last tokens of rows that have not ended; the others have 0."""
+        rows, leaders = self._rows, torch.tensor(self._leaders, device="cpu")
+        goes_on = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+        goes_on[leaders[~ended]] = True
+        reads = goes_on[leaders]  # with all rows of a place
+        running = reads.nonzero()[:, 0].tolist()
+        for leader in dict.fromkeys(self._leaders):
+            if not reads[leader] and rows[leader].places:
+                self.steps.leave(rows[leader], is_sound=False)
+        for row in running:
+            rows[row].last = int(last[row])
+        self.tokens = last[reads] if len(running) == len(self.running) else None
+        self.running = [rows[row] for row in running]
+        logits: Tensor = self._step().logits
+        found = logits.new_zeros(len(rows), logits.shape[1])
+        found[reads] = logits
+        return found.masked_fill_(ended[:, None], 0.0)
+
+    def _step(self) -> StepLogits:
+        step = self.steps.read(self, self._no_searches)
+        assert step is not None
+        list(step.begun)
+        return step
+
+    def reorder(self, parents: Tensor) -> None:
+        """See ``StepwiseModel``."""
+        caches, places = self.steps.caches, self._of_rows
+        if places is not None:
+            of_rows, parents = places[parents], torch.arange(caches.sequences, device="cpu")
+            parents[places] = of_rows
+        caches.reorder(parents)

@@ -1,34 +1,37 @@
-"""Checks the arguments of ``Engine.submit`` and makes a sequence of them."""
+"""Checks the arguments and inputs of ``Engine.submit`` and makes a sequence of them."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from lmdecode._checks import MAX_INT, check_bool, check_int, type_error, unknown_parameter
+from lmdecode._checks import MAX_INT, check_bool, check_int, is_int, type_error, unknown_parameter
 from lmdecode.beam.engine.request import BeamRequest, check_tokens_of_request
 from lmdecode.beam.state import EarlyStopping, SearchDialect
 from lmdecode.beam.token_rules import TokenRules, check_token_rules
 from lmdecode.beam.trie import Trie
-from lmdecode.decoder.engine.encoder_inputs import EncoderInput, EncoderInputs
-from lmdecode.decoder.engine.request import Driver, RequestState
-from lmdecode.decoder.engine.sequences import (
+from lmdecode.decoder.checks import check_floats, check_memory
+from lmdecode.decoder.engine.request import (
     DrawnSequence,
+    Driver,
+    EncoderInput,
     Grammar,
+    RequestState,
     SearchedSequence,
     WrittenSequence,
 )
-from lmdecode.decoder.engine.tokens import tokens_of
 from lmdecode.generation_options import option_names
 from lmdecode.sampling.parameters import FilterParameters
 from lmdecode.sampling.sampler_rows import SAMPLER_PARAMETERS, check_parameters, rules_of_row
 
-__all__ = ["RequestParameters", "Submission"]
+__all__ = ["Encoder", "EncoderInputs", "RequestParameters", "Submission", "tokens_of"]
 
 _OP = "Engine.submit"
 _SEARCHES, _OF_SEARCHES = option_names("search"), frozenset(option_names("searches"))
@@ -308,3 +311,127 @@ class Submission:
             if grammar is not None and not callable(getattr(grammar, name, None)):
                 raise type_error(_OP, "grammar", grammar, f"an object with {name}()")
         return DrawnSequence(asked.request, asked.new, asked.ends, rules, most, grammar)
+
+
+# --- Inputs ---------------------------------------------------------------------------------------
+
+
+def tokens_of(op: str, name: str, tokens: Any, vocab: int | None = None) -> tuple[int, ...]:
+    """Return the tokens of an int, a sequence, a set, or a tensor or array of one dimension."""
+    if isinstance(tokens, Tensor) or (hasattr(tokens, "__array__") and hasattr(tokens, "tolist")):
+        if len(tokens.shape) > 1 or "int" not in str(tokens.dtype):
+            raise ValueError(
+                f"{op}: {name} has shape {list(tokens.shape)} and dtype {tokens.dtype}; expected "
+                "[length] of integers"
+            )
+        tokens = tokens.tolist()
+    if is_int(tokens):
+        tokens = (tokens,)
+    is_text = isinstance(tokens, (str, bytes, bytearray, memoryview))
+    if is_text or not isinstance(tokens, (Sequence, Set)):
+        raise type_error(op, name, tokens, "a sequence of int, or a tensor")
+    for token in tokens:
+        if not is_int(token):
+            raise type_error(op, f"a token of {name}", token, "an int")
+        if vocab is not None and not 0 <= token < vocab:
+            raise ValueError(f"{op}: {name} has the token {token}; expected 0 to {vocab - 1}")
+    return tuple(int(token) for token in tokens)
+
+
+class Encoder(Protocol):
+    """The encoder of a ``Decoding``."""
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether the input is tokens, not features."""
+
+    @property
+    def longest(self) -> int | None:
+        """Maximum number of positions of an input, None if unlimited."""
+
+    def whole_source(self, source: Sequence[int]) -> Sequence[int]:
+        """Return a source with the tokens that the model always has around it."""
+
+    def check_source(self, name: str, source: Sequence[int]) -> None:
+        """Raise ValueError for tokens that the model does not accept."""
+
+    def check_features(self, name: str, features: Tensor) -> None:
+        """Raise ValueError for features, [channels, frames], that the model does not accept."""
+
+    def memory_of_tokens(self, source: Sequence[int]) -> Tensor:
+        """Return [S, D] float32."""
+
+    def memory_of_features(self, features: Tensor) -> Tensor:
+        """Return [S, D] float32."""
+
+
+@dataclass(frozen=True)
+class EncoderInputs:
+    """The inputs of an engine: at most ``source`` positions of ``memory_size`` each.
+
+    Without an encoder only memories can be given.
+    """
+
+    encoder: Encoder | None
+    source: int
+    memory_size: int
+
+    def take(self, op: str, **given: Any) -> EncoderInput:
+        """Check and return the one of ``input_ids``, ``input_features`` and ``memory`` given."""
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) != 1:
+            raise ValueError(
+                f"{op}: {' and '.join(names) or 'nothing'} is given as input; expected one of "
+                f"{', '.join(given)}"
+            )
+        (name,) = names
+        take: dict[str, Callable[[str, Any], EncoderInput]] = {
+            "input_ids": self._tokens,
+            "input_features": self._features,
+            "memory": self._memory,
+        }
+        return take[name](op, given[name])
+
+    def _check_encoder(self, op: str, name: str, takes_tokens: bool) -> Encoder:
+        if self.encoder is None or self.encoder.takes_tokens != takes_tokens:
+            other = "input_features" if takes_tokens else "input_ids"
+            expected = "memory, without an encoder" if self.encoder is None else other
+            raise ValueError(f"{op}: {name} is given; expected {expected}")
+        return self.encoder
+
+    def _check_positions(self, op: str, what: str, positions: int) -> None:
+        if positions > self.source:
+            raise ValueError(
+                f"{op}: {what}; expected at most {self.source} positions, source of the engine"
+            )
+
+    def _tokens(self, op: str, value: Any) -> EncoderInput:
+        encoder = self._check_encoder(op, "input_ids", takes_tokens=True)
+        tokens = encoder.whole_source(tokens_of(op, "input_ids", value))
+        encoder.check_source(f"{op}: input_ids", tokens)
+        self._check_positions(op, f"input_ids has {len(tokens)} tokens", len(tokens))
+        return EncoderInput(len(tokens), lambda: encoder.memory_of_tokens(tokens))
+
+    def _features(self, op: str, value: Any) -> EncoderInput:
+        encoder = self._check_encoder(op, "input_features", takes_tokens=False)
+        features = value
+        if not isinstance(value, Tensor) and hasattr(value, "__array__"):
+            features = torch.as_tensor(value, device="cpu")
+        check_floats(op, "input_features", features)
+        encoder.check_features(f"{op}: input_features", features)
+        positions = encoder.longest or 0
+        self._check_positions(op, f"input_features gives {positions} positions", positions)
+        kept = _copy_of(features)
+        return EncoderInput(positions, lambda: encoder.memory_of_features(kept))
+
+    def _memory(self, op: str, value: Any) -> EncoderInput:
+        check_memory(op, value, self.memory_size, self.source)
+        if not len(value):
+            raise ValueError(f"{op}: memory has 0 positions; expected at least 1")
+        kept = _copy_of(value)
+        return EncoderInput(len(kept), lambda: kept)
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy, as the caller may change the tensor while the request waits."""
+    return tensor.detach().to(device="cpu", dtype=torch.float32, copy=True)

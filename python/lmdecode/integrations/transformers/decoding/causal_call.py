@@ -11,9 +11,8 @@ from torch import Tensor
 from lmdecode._checks import dtype_name
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.decoding import PackedDecoding
-from lmdecode.decoder.engine.draft_options import drafting_of
-from lmdecode.decoder.engine.drafts import Drafting
-from lmdecode.decoder.engine.lookup_drafts import PromptLookup
+from lmdecode.decoder.engine.drafts import Drafting, PromptLookup
+from lmdecode.decoder.engine.model_drafts import drafting_of
 from lmdecode.generation_options import option_names
 from lmdecode.integrations.transformers._prefix_tries import behind_prompt, check_tries
 from lmdecode.integrations.transformers.decoding.ctranslate2_rules import with_rules

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.engine.loop_rows import LoopRows, causal_rows
+from lmdecode.decoder.engine.rows import LoopRows
+from lmdecode.decoder.engine.steps import causal_rows
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.generate_beam_search import search_of_call
 from lmdecode.integrations.transformers.beam.loop import run_search

@@ -11,8 +11,8 @@ from lmdecode._checks import type_error
 from lmdecode.causal_fingerprint import check_causal_store
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.engine.sequences import ReadSequence
-from lmdecode.decoder.engine.stored_prompts import PromptStore
+from lmdecode.decoder.engine.prompts import PromptStore
+from lmdecode.decoder.engine.request import ReadSequence
 from lmdecode.decoder.prompt_states import PromptStates, lengths_to_store
 from lmdecode.integrations.transformers.store.conversation import Conversation
 from lmdecode.integrations.transformers.store.request import (

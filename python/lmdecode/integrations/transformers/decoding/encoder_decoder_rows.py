@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmdecode.beam.state import BeamState
 from lmdecode.beam.types import STATUS_EMPTY, STATUS_NAN
-from lmdecode.decoder.engine.loop_rows import MemoryRows, memory_rows
+from lmdecode.decoder.engine.steps import MemoryRows, memory_rows
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.group_search import GroupSearch
 from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult, run_search

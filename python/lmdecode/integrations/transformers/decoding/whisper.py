@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from lmdecode.decoder.engine.loop_rows import memory_rows
+from lmdecode.decoder.engine.steps import memory_rows
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.encoding import memory_of

@@ -9,8 +9,7 @@ import torch
 from transformers import Cache
 
 from lmdecode._checks import check_count
-from lmdecode.decoder.engine.drafts import ReadAhead
-from lmdecode.decoder.engine.lookup_drafts import next_size
+from lmdecode.decoder.engine.drafts import ReadAhead, next_size
 from lmdecode.integrations.transformers.generate_call import (
     CACHE,
     check_reads_drafts,
