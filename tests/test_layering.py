@@ -404,7 +404,7 @@ NO_OPTION_TABLES = {
     "cli/chat.py": "settings, in the order of its help",
     "cli/verify_texts.py": "parameters of the compared requests",
     "demo": "parameters of what is shown",
-    "integrations/transformers/sampling/sampler_arguments.py": "the order of processors",
+    "integrations/transformers/sampling/fusion.py": "the order of processors",
     "integrations/vllm/beam_search.py": "fields of BeamRequest that need more than the best tokens",
     "reference": "the specification has its own",
     "sampling/sampler_rows.py": "columns of an output, in their order",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import lmdecode
-from lmdecode.integrations.transformers.decoding import causal_generation, engine_call
+from lmdecode.integrations.transformers.decoding import causal_generation
+from lmdecode.integrations.transformers.decoding.causal_generation import search_on_engine
 from tests.support.causal_models import EOS, VOCAB, random_model
 
 SEARCHES: list[dict[str, Any]] = [
@@ -51,7 +52,7 @@ def test_searches_are_those_of_the_loop(
     given: list[Tensor | None] = []
 
     def on_engine(*arguments: Any) -> Tensor | None:
-        given.append(engine_call.search_on_engine(*arguments))
+        given.append(search_on_engine(*arguments))
         return given[-1]
 
     asked: dict[str, Any] = {
@@ -85,7 +86,7 @@ def test_the_loop_does_what_an_engine_cannot(
     monkeypatch.setattr(
         causal_generation,
         "search_on_engine",
-        lambda *arguments: given.append(engine_call.search_on_engine(*arguments)),
+        lambda *arguments: given.append(search_on_engine(*arguments)),
     )
     decoding.generate(**_prompts(False), max_new_tokens=4, num_beams=4, pad_token_id=0, **options)
     assert given in ([], [None])
@@ -106,7 +107,7 @@ def test_a_small_engine_is_kept_for_the_next_call(monkeypatch: pytest.MonkeyPatc
         made.append(lmdecode.Engine(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(engine_call, "Engine", engine)
+    monkeypatch.setattr(causal_generation, "Engine", engine)
     asked: dict[str, Any] = {**_prompts(True), "pad_token_id": 0}
     first = decoding.generate(**asked, max_new_tokens=5)
     for _ in range(2):
@@ -115,17 +116,17 @@ def test_a_small_engine_is_kept_for_the_next_call(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(decoding.generate(**asked, max_new_tokens=6)[:, : first.shape[1]], first)
     assert len(made) == 1  # three rows each
     # One that has failed is not kept, nor one with drafts, nor a large one.
-    monkeypatch.setattr(engine_call.EngineCall, "submit", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(causal_generation.EngineCall, "submit", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         decoding.generate(**asked, max_new_tokens=5)
     monkeypatch.undo()
-    monkeypatch.setattr(engine_call, "Engine", engine)
+    monkeypatch.setattr(causal_generation, "Engine", engine)
     assert torch.equal(decoding.generate(**asked, max_new_tokens=5), first)
     decoding.generate(**asked, max_new_tokens=5, prompt_lookup_num_tokens=3)
     assert len(made) == 3 and len(decoding.spare_engines) == 1
     decoding.generate(**asked, max_new_tokens=5)
     assert len(made) == 3
-    monkeypatch.setattr(engine_call, "_KEPT_BYTES", 1 << 10)
+    monkeypatch.setattr(causal_generation, "_KEPT_BYTES", 1 << 10)
     decoding.generate(input_ids=asked["input_ids"][:1], max_new_tokens=5)
     assert len(made) == 4 and len(decoding.spare_engines) == 1
     copied = pickle.loads(pickle.dumps(decoding.spare_engines))

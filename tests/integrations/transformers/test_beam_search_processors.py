@@ -23,7 +23,7 @@ from user_processors import Forbid
 
 import lmdecode
 from lmdecode.integrations.transformers import HammingDiversityLogitsProcessor
-from lmdecode.integrations.transformers.beam import plain_search
+from lmdecode.integrations.transformers.beam import search
 from lmdecode.integrations.transformers.beam.fused_processors import FusedProcessors
 from tests.support.releases import BEFORE_5_23, IGNORES_PADDING
 
@@ -84,7 +84,7 @@ def op_calls(monkeypatch) -> list[dict]:
         calls.append(kwargs)
         return op(*args, **kwargs)
 
-    monkeypatch.setattr(plain_search, "log_softmax_top_k", recorded)
+    monkeypatch.setattr(search, "log_softmax_top_k", recorded)
     return calls
 
 

@@ -12,8 +12,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import lmdecode
 from lmdecode.integrations.transformers import beam_search, running_model
-from lmdecode.integrations.transformers.beam import plain_search
-from lmdecode.integrations.transformers.beam.loop import SearchResult
+from lmdecode.integrations.transformers.beam import search
+from lmdecode.integrations.transformers.beam.search import SearchResult
 from tests.support.releases import BEFORE_5_3
 
 PAD, EOS = 0, 2
@@ -26,13 +26,13 @@ PENALTIES = (-1.0, 0.0, 1.0, 2.0)
 def results(monkeypatch) -> list[SearchResult]:
     """Collect what searches return, with the scores that generate() may not be asked for."""
     seen = []
-    finish = plain_search.PlainSearch.finish
+    finish = search.PlainSearch.finish
 
     def recorded(self, input_ids):
         seen.append(finish(self, input_ids))
         return seen[-1]
 
-    monkeypatch.setattr(plain_search.PlainSearch, "finish", recorded)
+    monkeypatch.setattr(search.PlainSearch, "finish", recorded)
     return seen
 
 
@@ -277,7 +277,7 @@ def test_criteria_alone_materialise_nothing(llama, prompts, monkeypatch):
     def forbidden(*args):
         raise AssertionError("the sequences of candidates were asked for")
 
-    monkeypatch.setattr(plain_search.PlainSearch, "_sequences_of", forbidden)
+    monkeypatch.setattr(search.PlainSearch, "_sequences_of", forbidden)
     llama.generate(prompts, num_beams=3, max_new_tokens=5, custom_generate=beam_search)
     with pytest.raises(AssertionError, match="sequences of candidates"):
         llama.generate(
@@ -375,7 +375,7 @@ def test_the_op_reads_the_models_own_logits(make_model, prompts, monkeypatch):
         seen.append((given.dtype, given.data_ptr()))
         return op(given, *args, **kwargs)
 
-    monkeypatch.setattr(plain_search, "log_softmax_top_k", recorded)
+    monkeypatch.setattr(search, "log_softmax_top_k", recorded)
     hook = model.register_forward_hook(lambda _, inputs, out: logits.append(out.logits))
     try:
         model.generate(

@@ -20,8 +20,7 @@ from transformers.generation.logits_process import (
 
 from lmdecode.integrations.transformers import sample
 from lmdecode.integrations.transformers.sampling import loop
-from lmdecode.integrations.transformers.sampling.fusion import fuse_sampling
-from lmdecode.integrations.transformers.sampling.sampler_arguments import CallRows
+from lmdecode.integrations.transformers.sampling.fusion import CallRows, fuse_sampling
 from tests.support.releases import IGNORES_PADDING
 
 assert_identical = functools.partial(torch.testing.assert_close, rtol=0, atol=0)

@@ -27,7 +27,7 @@ from lmdecode.integrations.ray.rows import (
     texts_of,
 )
 from lmdecode.integrations.transformers.decoding.call import engine_call_of
-from lmdecode.integrations.transformers.decoding.engine_call import EngineCall
+from lmdecode.integrations.transformers.decoding.causal_generation import EngineCall
 
 __all__ = ["Generate", "Transcribe", "Translate"]
 

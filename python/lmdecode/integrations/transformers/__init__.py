@@ -48,8 +48,10 @@ from lmdecode.integrations.transformers.linear.packing import pack_linears_
 from lmdecode.integrations.transformers.quantized_folder import load_quantized
 from lmdecode.integrations.transformers.quantizer import LmdecodeConfig
 from lmdecode.integrations.transformers.sampling.generate_sampling import sample
-from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsProcessor
-from lmdecode.integrations.transformers.sampling.logits_process import TopKTopPLogitsProcessor
+from lmdecode.integrations.transformers.sampling.logits_process import (
+    GrammarLogitsProcessor,
+    TopKTopPLogitsProcessor,
+)
 from lmdecode.integrations.transformers.store.cache import (
     cache_from_kv,
     cache_to_kv,

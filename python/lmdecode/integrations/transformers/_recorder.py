@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.generation.utils import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -18,7 +19,17 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers._typing import GenerativePreTrainedModel
 
-    from lmdecode.integrations.transformers.beam.loop import SearchResult
+
+class SearchResult(NamedTuple):
+    """The best sequences, [batch * num_return_sequences, length] int64, and their scores.
+
+    ``beam_indices``, [n, generated tokens] int32, is the row of each step's scores that a token
+    comes from, -1 after the end.
+    """
+
+    sequences: Tensor
+    scores: Tensor
+    beam_indices: Tensor | None
 
 
 class Recorder:

@@ -1,4 +1,4 @@
-"""Arguments that ``generate()`` does not pass to a decoding loop; differences by version."""
+"""Arguments of ``generate()``, and how releases of transformers differ."""
 
 from __future__ import annotations
 
@@ -13,11 +13,27 @@ import torch
 import torch.distributed as dist
 import transformers
 from packaging import version
+from transformers import LogitsProcessorList
 from transformers.generation import utils as generation_utils
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.utils import ModelOutput
 
+from lmdecode._checks import check_int, dtype_name, is_list
+from lmdecode.beam.trie import PrefixTokens, Trie
 from lmdecode.generation_options import option_names
+from lmdecode.sampling.ops import row_tensor
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+    from transformers._typing import GenerativePreTrainedModel
+    from transformers.generation.streamers import BaseStreamer
+
 
 # Before 5.3 the cache positions in model_kwargs say which inputs are new.
 _TAKES_NEXT_SEQUENCE_LENGTH = (
@@ -29,11 +45,6 @@ _TAKES_NEXT_SEQUENCE_LENGTH = (
 CACHE = "cache" if "cache" in generation_utils.ALL_CACHE_NAMES else "past_key_values"
 #: Whether beam sampling sorts the drawn candidates, best first; before 5.24 it does not.
 SORTS_DRAWN = version.parse(transformers.__version__) >= version.parse("5.24")
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
-    from transformers._typing import GenerativePreTrainedModel
-    from transformers.generation.streamers import BaseStreamer
 
 
 def given_cache(arguments: Mapping[str, Any]) -> tuple[str, Any]:
@@ -270,3 +281,130 @@ def refuse_seed_of_beams(seed: Any) -> None:
             f"seed: expected None with beams, got {seed!r}: beam sampling draws from torch's "
             "default generator, for torch.manual_seed"
         )
+
+
+# --- Seeds ----------------------------------------------------------------------------------------
+
+
+def seeds_of_rows(
+    seed: int | Sequence[int] | torch.Tensor | None,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+) -> int | torch.Tensor | None:
+    """Return the seeds as the op takes them; raise if they are invalid or do not fit the rows.
+
+    Greedy search uses no noise, but its seeds are checked here too.
+    """
+    if seed is None:
+        return None
+    if is_list(seed):
+        seed = row_tensor("seed", seed, torch.int64, input_ids.device)
+    elif not isinstance(seed, torch.Tensor) or not seed.dim():
+        number = check_int("sample", "seed", seed, kind="an int, a list or a tensor of them")
+        if number < 0:
+            raise ValueError(f"seed: expected an int >= 0, got {number}")
+        return number
+    if seed.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"seed: expected a tensor of int64 or int32, got {dtype_name(seed)}")
+    rows, results = input_ids.shape[0], generation_config.num_return_sequences or 1
+    if seed.shape != (rows,):
+        reason = ""
+        if results > 1:
+            reason = f", as num_return_sequences = {results} makes {results} rows of each prompt"
+        raise ValueError(
+            f"seed: expected one number, or one for each of {rows} rows{reason}; "
+            f"got {list(seed.shape)}"
+        )
+    return seed
+
+
+def noise_of_rows(
+    seed: int | Sequence[int] | torch.Tensor | None,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+) -> int | torch.Tensor | None:
+    """Return ``seeds_of_rows``, drawn if sampling has no seed; None for greedy search."""
+    seeds = seeds_of_rows(seed, input_ids, generation_config)
+    if not generation_config.do_sample:
+        return None
+    if seeds is None:
+        return torch.randint(0, 2**63 - 1, (input_ids.shape[0],), device=input_ids.device)
+    return seeds
+
+
+# --- End tokens -----------------------------------------------------------------------------------
+
+
+def end_tokens(criteria: Iterable[Any]) -> list[int]:
+    """Return the tokens of criteria that end a row; other criteria are left out."""
+    ends: list[int] = []
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            ends += criterion.eos_token_id.flatten().tolist()
+    return ends
+
+
+def end_tokens_of_criteria(criteria: StoppingCriteriaList, max_length: int) -> list[int] | None:
+    """Return the end tokens; None if there are criteria other than these and the length."""
+    if type(criteria) is not StoppingCriteriaList:  # its __call__ may do more
+        return None
+    for criterion in criteria:
+        if type(criterion) is not EosTokenCriteria and (
+            type(criterion) is not MaxLengthCriteria or criterion.max_length != max_length
+        ):
+            return None
+    return end_tokens(criteria)
+
+
+# --- Tries, as ``prefix_allowed_tokens_fn`` -------------------------------------------------------
+
+
+def prefix_tokens_of(processor: object) -> PrefixTokens | None:
+    """Return the trie of a processor, and where its sequences begin; None for other processors."""
+    if type(processor) is not PrefixConstrainedLogitsProcessor:
+        return None
+    allowed = processor._prefix_allowed_tokens_fn
+    return allowed if isinstance(allowed, PrefixTokens) else None
+
+
+def behind_prompt(processors: LogitsProcessorList, prompt_length: int) -> LogitsProcessorList:
+    """Return the list with each ``Trie`` bound to the end of the prompt."""
+    if type(processors) is not LogitsProcessorList:
+        return processors
+    bound = LogitsProcessorList()
+    for processor in processors:
+        if type(processor) is PrefixConstrainedLogitsProcessor:
+            trie = processor._prefix_allowed_tokens_fn
+            if isinstance(trie, Trie):
+                processor = PrefixConstrainedLogitsProcessor(
+                    PrefixTokens(trie, prompt_length), processor._num_beams
+                )
+        bound.append(processor)
+    return bound
+
+
+def check_tries(processors: LogitsProcessorList, vocab_size: int) -> None:
+    """Raise ValueError for a trie with tokens that a vocabulary does not have."""
+    for processor in processors:
+        prefix_tokens = prefix_tokens_of(processor)
+        if prefix_tokens is not None:
+            prefix_tokens.trie.check_vocab("prefix_allowed_tokens_fn", vocab_size)
+
+
+def has_trie(processors: LogitsProcessorList) -> bool:
+    """Tell whether a trie constrains the sequences."""
+    return any(prefix_tokens_of(processor) is not None for processor in processors)
+
+
+def refuse_trie(processors: LogitsProcessorList, name: str, expected: str, given: object) -> None:
+    """Raise ValueError for an option that searches with a trie do not support."""
+    if has_trie(processors):
+        raise ValueError(f"{name}: expected {expected} beside a Trie, got {given}")
+
+
+# --- Models of CTranslate2 ------------------------------------------------------------------------
+
+
+def is_of_ctranslate2(model: Any) -> bool:
+    """Tell whether a model, not Whisper, came from a folder of CTranslate2."""
+    return getattr(getattr(model, "config", None), "ctranslate2", None) is not None

@@ -11,9 +11,9 @@ from torch import Tensor
 from lmdecode.beam.scorers.constrained_beam_scorer import ConstrainedBeamSearchScorer
 from lmdecode.beam.scorers.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
 from lmdecode.beam.types import UNUSED_BEAM_SCORE
+from lmdecode.integrations.transformers._recorder import SearchResult
 from lmdecode.integrations.transformers.beam.candidates import top_k_candidates
-from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult
-from lmdecode.integrations.transformers.beam.search import SearchBase
+from lmdecode.integrations.transformers.beam.search import NextBeams, SearchBase
 from lmdecode.integrations.transformers.beam.settings import (
     SearchSettings,
     raise_for_prompts,

@@ -6,11 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmdecode.integrations.transformers._prefix_tries import (
-    behind_prompt,
-    check_tries,
-    refuse_trie,
-)
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.beam.constrained_search import (
     ConstrainedSearch,
@@ -19,14 +14,16 @@ from lmdecode.integrations.transformers.beam.constrained_search import (
     constraints_of,
 )
 from lmdecode.integrations.transformers.beam.group_search import GroupSearch
-from lmdecode.integrations.transformers.beam.loop import Search, run_search
-from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
+from lmdecode.integrations.transformers.beam.search import PlainSearch, Search, run_search
 from lmdecode.integrations.transformers.beam.settings import SearchSettings, check_groups
 from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
+    behind_prompt,
+    check_tries,
     ending,
     needs_synced_gpus,
     refuse_assistance,
+    refuse_trie,
     with_stop_strings,
 )
 from lmdecode.integrations.transformers.running_model import RunningModel

@@ -24,8 +24,7 @@ from lmdecode.integrations.transformers.beam.candidates import (
 )
 from lmdecode.integrations.transformers.beam.diversity import HammingDiversityLogitsProcessor
 from lmdecode.integrations.transformers.beam.fused_processors import FusedProcessors
-from lmdecode.integrations.transformers.beam.loop import NextBeams
-from lmdecode.integrations.transformers.beam.search import StateSearch
+from lmdecode.integrations.transformers.beam.search import NextBeams, StateSearch
 from lmdecode.integrations.transformers.beam.settings import SearchSettings
 from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
 

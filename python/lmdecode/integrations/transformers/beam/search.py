@@ -1,29 +1,86 @@
-"""Base of the kinds of beam search: settings, state and result."""
+"""Beam search by the rules of transformers: the loop of all searches, and the plain one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from lmdecode.beam.engine.results import final_columns
-from lmdecode.beam.ops import beam_finalize
+from lmdecode.beam.ops import beam_finalize, beam_step, log_softmax_top_k
 from lmdecode.beam.state import BeamParameters, BeamState, SearchDialect
-from lmdecode.beam.types import REAL_CANDIDATE_SCORE_BOUND
-from lmdecode.integrations.transformers.beam.candidates import accumulate, processed_log_probs
-from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult
+from lmdecode.beam.trie import Trie
+from lmdecode.beam.types import REAL_BEAM_SCORE_BOUND, REAL_CANDIDATE_SCORE_BOUND, STATUS_EMPTY
+from lmdecode.decoder.stepwise import StepwiseModel
+from lmdecode.integrations.transformers._recorder import Recorder, SearchResult
+from lmdecode.integrations.transformers.beam.candidates import (
+    Candidates,
+    accumulate,
+    drawn_candidates,
+    processed_log_probs,
+    rank_drawn,
+    take,
+    top_k_candidates,
+)
+from lmdecode.integrations.transformers.beam.fused_processors import FusedProcessors
 from lmdecode.integrations.transformers.beam.settings import (
     SearchSettings,
     new_search,
     raise_for_prompts,
     rows_of_beams,
 )
+from lmdecode.integrations.transformers.generate_call import end_tokens_of_criteria
+from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessorList, StoppingCriteriaList
+    from transformers import LogitsProcessorList
 
-    from lmdecode.integrations.transformers._recorder import Recorder
+
+class NextBeams(NamedTuple):
+    """Beams after a step: [rows, length + 1] int64.
+
+    ``parents``, [rows] int64, is the row that each beam continues; None if each continues its own.
+    ``finished``: every search has ended.
+    """
+
+    sequences: Tensor
+    parents: Tensor | None
+    finished: bool
+
+
+class Search(Protocol):
+    """One kind of beam search."""
+
+    def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
+        """Choose the next beams for beams of [rows, length] int64.
+
+        ``logits``, [rows, V], is a view of the model's in its dtype.
+        """
+
+    def finish(self, input_ids: Tensor) -> SearchResult:
+        """Return the result; input_ids are the beams, [rows, length], after the last step."""
+
+
+def run_search(model: StepwiseModel, search: Search, input_ids: Tensor) -> Tensor:
+    """Run the model and the search in turns until the search has finished.
+
+    ``input_ids``, [rows, S] int64, are the prompts, once for each beam. Returns the beams after the
+    last step, [rows, length], for ``search.finish``.
+    """
+    logits = model.read_prompts(input_ids)
+    while True:
+        input_ids, parents, finished = search.step(logits, input_ids)
+        del logits  # frees the logits of a long prompt
+        if parents is not None:
+            model.reorder(parents)
+        if finished:
+            return input_ids
+        logits = model.read(input_ids)
+
+
+# --- States of ``beam_step`` ----------------------------------------------------------------------
 
 
 class SearchBase:
@@ -156,3 +213,105 @@ def search_result(
             (first_rows[:, None] + groups * group_size)[..., None],
         ).flatten(0, 1)
     return SearchResult(sequences.flatten(0, 1), scores.flatten().to(torch.float32), beam_indices)
+
+
+# --- Beam search and beam sampling ----------------------------------------------------------------
+
+
+class PlainSearch(StateSearch):
+    """One search for each prompt, all in step; ``do_sample`` draws the candidates.
+
+    Other arguments as ``SearchBase``.
+    """
+
+    def __init__(
+        self,
+        settings: SearchSettings,
+        do_sample: bool,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        recorder: Recorder,
+    ) -> None:
+        ends = end_tokens_of_criteria(criteria, settings.max_length)
+        super().__init__(settings, input_ids, processors, criteria, recorder, end_tokens=ends or [])
+        self.do_sample, self.fused = do_sample, FusedProcessors(processors)
+        prefix_tokens = self.fused.prefix_tokens
+        self.trie = None if prefix_tokens is None else prefix_tokens.trie
+        if prefix_tokens is not None:
+            of = "the device of input_ids"
+            prefix_tokens.trie.check_device("prefix_allowed_tokens_fn", input_ids.device, of)
+            self.nodes = prefix_tokens.trie.nodes_of(input_ids[:, prefix_tokens.prompt_length :])
+        self.calls_criteria = ends is None
+        self.end_tokens = torch.tensor(ends or [], dtype=torch.int64, device=input_ids.device)
+
+    def step(self, logits: Tensor, input_ids: Tensor) -> NextBeams:
+        length = input_ids.shape[1]
+        candidates = self._candidates(logits, input_ids)
+        stopped = None
+        if self.calls_criteria:
+            stopped = self.criteria(self._sequences_of(candidates, input_ids), self.recorder.scores)
+            stopped = stopped.view_as(candidates.tokens)
+        if self.do_sample:
+            ends = torch.isin(candidates.tokens, self.end_tokens) if stopped is None else stopped
+            if length + 1 >= self.settings.max_length:
+                ends = torch.ones_like(ends)
+            order = rank_drawn(candidates, ends, self.settings.num_beams)
+            candidates = take(candidates, order)
+            stopped = None if stopped is None else stopped.gather(1, order)
+
+        scores, tokens, beams, status = candidates
+        decided = beam_step(
+            self.state, self.parameters, scores, tokens, beams, status=status, stopped=stopped
+        )
+        if self.trie is not None:
+            self.nodes = self.trie.step(self.nodes[decided.parents], decided.tokens)
+        return self.next_beams(self.sequences(length + 1), decided.parents)
+
+    def _candidates(self, logits: Tensor, input_ids: Tensor) -> Candidates:
+        recorder, vocab_size = self.recorder, logits.shape[1]
+        if not self.do_sample and recorder.scores is None and self.fused.fits(vocab_size):
+            recorder.record(None, recorder.copy_of(logits))
+            arguments = self.fused.arguments(input_ids, vocab_size)
+            if self.trie is not None:
+                arguments.update(trie=self.trie, nodes=self.nodes)
+            best = log_softmax_top_k(
+                as_op_logits(logits),
+                self.state.scores,
+                self.num_candidates,
+                num_beams=self.settings.num_beams,
+                **arguments,
+            )
+            return Candidates(best.scores, best.tokens, best.beams, best.status)
+        accumulated = self.accumulated_scores(logits, input_ids, self.state.scores)
+        if self.trie is not None:
+            accumulated = self._without_idle_beams(self.trie, accumulated, vocab_size)
+        if self.do_sample:
+            found = drawn_candidates(accumulated, self.num_candidates, vocab_size, self.state.done)
+        else:
+            found = top_k_candidates(accumulated, self.num_candidates, vocab_size)
+        if self.trie is None:
+            return found
+        # A search without candidates has not failed.
+        nothing = found.status == STATUS_EMPTY
+        return found._replace(
+            scores=found.scores.masked_fill(nothing[:, None], -torch.inf),
+            status=found.status.masked_fill(nothing, 0),
+        )
+
+    def _without_idle_beams(self, trie: Trie, accumulated: Tensor, vocab_size: int) -> Tensor:
+        """Leave out the same beams as the op: unused ones, and those that cannot continue.
+
+        The trie's processor bans tokens, but allows one if no token may follow.
+        """
+        is_idle = (self.state.scores <= REAL_BEAM_SCORE_BOUND).flatten() | ~trie.goes_on(self.nodes)
+        by_beam = accumulated.view(len(is_idle), vocab_size)
+        return by_beam.masked_fill(is_idle[:, None], -torch.inf).view_as(accumulated)
+
+    def _sequences_of(self, candidates: Candidates, input_ids: Tensor) -> Tensor:
+        """Return each candidate's beam with its token appended: [batch * K, length + 1]."""
+        first = (
+            torch.arange(len(candidates.beams), device=input_ids.device) * self.settings.num_beams
+        )
+        rows = (candidates.beams + first[:, None]).flatten()
+        return torch.cat((input_ids[rows], candidates.tokens.flatten()[:, None]), dim=1)

@@ -17,30 +17,25 @@ from transformers.generation.logits_process import (
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.generation_options import option_names
 from lmdecode.integrations.transformers.beam.candidates import accumulate
-from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
-from lmdecode.integrations.transformers.decoding.rules import looks_back, token_rules_of_processors
+from lmdecode.integrations.transformers.beam.fused_processors import (
+    looks_back,
+    token_rules_of_processors,
+)
+from lmdecode.integrations.transformers.beam.search import PlainSearch
+from lmdecode.integrations.transformers.generate_call import is_of_ctranslate2
 
-__all__ = [
-    "FolderProcessors", "acts_first_alone", "is_of_ctranslate2", "with_defaults", "with_rules",
-]  # fmt: skip
+__all__ = ["FolderProcessors", "acts_first_alone", "with_defaults", "with_rules"]
 
 _UNUSED_SCORE = -1e10  # CTranslate2's own
 _LOOKING_BACK = (NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor)
 _LACKING = (*option_names("constraints"), "diversity_penalty")  # unknown to CTranslate2
 
 
-def is_of_ctranslate2(model: Any) -> bool:
-    """Tell whether a model, not Whisper, came from a folder of CTranslate2."""
-    return getattr(getattr(model, "config", None), "ctranslate2", None) is not None
-
-
 def with_defaults(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``generate()`` with the defaults of a model from such a folder.
+    """Return arguments of ``generate()`` with the defaults of a model ``is_of_ctranslate2``.
 
     In a generation config transformers would warn about defaults that others make useless.
     """
-    if not is_of_ctranslate2(model):
-        return arguments
     given = copy.deepcopy(arguments.get("generation_config"))
     filled: dict[str, Any] = {}
 

@@ -17,13 +17,12 @@ from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
 from lmdecode.decoder.searches import DecodingSearches, length_limits, new_searches
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.generation_options import option_names
-from lmdecode.integrations.transformers._prefix_tries import (
-    behind_prompt,
-    check_tries,
-    has_trie,
-    refuse_trie,
+from lmdecode.integrations.transformers.beam.fused_processors import (
+    looks_back,
+    raise_for_processors,
+    token_rules_of_processors,
+    trie_of_processors,
 )
-from lmdecode.integrations.transformers.beam.plain_search import end_tokens_of_criteria
 from lmdecode.integrations.transformers.beam.search import search_result
 from lmdecode.integrations.transformers.beam.settings import (
     SearchSettings,
@@ -43,12 +42,6 @@ from lmdecode.integrations.transformers.decoding.encoder_decoder_rows import (
     prompt_padding,
 )
 from lmdecode.integrations.transformers.decoding.encoding import memory_of
-from lmdecode.integrations.transformers.decoding.rules import (
-    looks_back,
-    raise_for_processors,
-    token_rules_of_processors,
-    trie_of_processors,
-)
 from lmdecode.integrations.transformers.decoding.whisper import (
     CallSounds,
     NoSpeech,
@@ -56,13 +49,18 @@ from lmdecode.integrations.transformers.decoding.whisper import (
 )
 from lmdecode.integrations.transformers.generate_call import (
     CACHE,
+    behind_prompt,
+    check_tries,
+    end_tokens_of_criteria,
+    has_trie,
     refuse_assistance,
     refuse_handed_on,
     refuse_inner_outputs,
     refuse_seed_of_beams,
+    refuse_trie,
+    seeds_of_rows,
     with_stop_strings,
 )
-from lmdecode.integrations.transformers.sampling.loop import seeds_of_rows
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList

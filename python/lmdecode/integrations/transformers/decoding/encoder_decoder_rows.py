@@ -10,14 +10,18 @@ from torch import Tensor
 from lmdecode.beam.state import BeamState
 from lmdecode.beam.types import STATUS_EMPTY, STATUS_NAN
 from lmdecode.decoder.engine.steps import MemoryRows, memory_rows
-from lmdecode.integrations.transformers._recorder import Recorder
+from lmdecode.integrations.transformers._recorder import Recorder, SearchResult
 from lmdecode.integrations.transformers.beam.group_search import GroupSearch
-from lmdecode.integrations.transformers.beam.loop import NextBeams, SearchResult, run_search
-from lmdecode.integrations.transformers.beam.plain_search import PlainSearch
-from lmdecode.integrations.transformers.beam.search import StateSearch
+from lmdecode.integrations.transformers.beam.search import (
+    NextBeams,
+    PlainSearch,
+    StateSearch,
+    run_search,
+)
 from lmdecode.integrations.transformers.beam.settings import SearchSettings, raise_for_prompts
 from lmdecode.integrations.transformers.decoding.whisper import NoSpeech
-from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, sample_tokens
+from lmdecode.integrations.transformers.generate_call import noise_of_rows
+from lmdecode.integrations.transformers.sampling.loop import sample_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.generation_options import NEUTRAL, option_names
-from lmdecode.integrations.transformers.decoding.ctranslate2_rules import (
-    is_of_ctranslate2,
-    with_defaults,
-)
+from lmdecode.integrations.transformers.decoding.ctranslate2_rules import with_defaults
+from lmdecode.integrations.transformers.generate_call import is_of_ctranslate2
 
 __all__ = ["request_of_config", "request_options"]
 
@@ -75,9 +73,11 @@ def _effective(config: Any, model: Any) -> SimpleNamespace:
         for name, value in ({} if source is None else vars(source)).items():
             if not name.startswith("_") and values.get(name) is None:
                 values[name] = value
-    values = with_defaults(model, values)
+    is_of_folder = is_of_ctranslate2(model)
+    if is_of_folder:
+        values = with_defaults(model, values)
     for name, value in values.items():
-        if name == "renormalize_logits" and is_of_ctranslate2(model):
+        if name == "renormalize_logits" and is_of_folder:
             continue
         if name in _KNOWN or _is_off(name, value):
             continue

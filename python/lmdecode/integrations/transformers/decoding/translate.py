@@ -16,13 +16,13 @@ from lmdecode.beam.engine.request import BeamResult, check_tokens_of_request, to
 from lmdecode.decoder.searches import check_length
 from lmdecode.decoder.translation import Translator
 from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.integrations.transformers.beam.fused_processors import looks_back
 from lmdecode.integrations.transformers.decoding.ctranslate2_rules import (
     acts_first_alone,
-    is_of_ctranslate2,
     with_defaults,
 )
 from lmdecode.integrations.transformers.decoding.requests import request_of_config
-from lmdecode.integrations.transformers.decoding.rules import looks_back
+from lmdecode.integrations.transformers.generate_call import is_of_ctranslate2
 
 __all__ = ["translate"]
 

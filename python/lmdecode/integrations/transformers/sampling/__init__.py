@@ -1,8 +1,10 @@
 """``generate()`` that draws tokens by ``top_k_top_p_sample`` and ``Sampler``."""
 
 from lmdecode.integrations.transformers.sampling.generate_sampling import sample
-from lmdecode.integrations.transformers.sampling.grammar import GrammarLogitsProcessor
-from lmdecode.integrations.transformers.sampling.logits_process import TopKTopPLogitsProcessor
+from lmdecode.integrations.transformers.sampling.logits_process import (
+    GrammarLogitsProcessor,
+    TopKTopPLogitsProcessor,
+)
 
 __all__ = [
     "GrammarLogitsProcessor",

@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmdecode.integrations.transformers._prefix_tries import behind_prompt, check_tries
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers.generate_call import (
     arguments_of_generate,
+    behind_prompt,
+    check_tries,
     ending,
     needs_synced_gpus,
+    noise_of_rows,
     refuse_other_drafts,
     refuse_other_layers,
     refuse_other_modes,
     with_stop_strings,
 )
 from lmdecode.integrations.transformers.running_model import RunningModel
-from lmdecode.integrations.transformers.sampling.assistant import SpeculativeAssistant
-from lmdecode.integrations.transformers.sampling.loop import noise_of_rows, sample_tokens
+from lmdecode.integrations.transformers.sampling.loop import sample_tokens
 from lmdecode.integrations.transformers.sampling.speculation import (
     Speculation,
+    SpeculativeAssistant,
     SpeculativeDrafts,
     SpeculativeLookup,
     check_speculation,

@@ -5,24 +5,120 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from lmdecode._checks import check_int, dtype_name, is_list
 from lmdecode.decoder.stepwise import StepwiseModel
 from lmdecode.integrations.transformers._recorder import Recorder
 from lmdecode.integrations.transformers._status import raise_for_status
-from lmdecode.integrations.transformers.sampling.fusion import SamplingFusion, fuse_sampling
-from lmdecode.integrations.transformers.sampling.generate_sampler import GenerateSampler
-from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits
-from lmdecode.integrations.transformers.sampling.sampler_arguments import CallRows
-from lmdecode.sampling.ops import row_tensor, top_k_top_p_sample
+from lmdecode.integrations.transformers.sampling.fusion import (
+    BANNED,
+    CallRows,
+    SamplingFusion,
+    fuse_sampling,
+)
+from lmdecode.integrations.transformers.sampling.logits_process import as_op_logits, fitting_mask
+from lmdecode.sampling.ops import top_k_top_p_sample
+from lmdecode.sampling.sampler import Sampler
+from lmdecode.sampling.types import SamplerOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
 
-__all__ = ["noise_of_rows", "sample_tokens", "seeds_of_rows"]
+__all__ = ["GenerateSampler", "sample_tokens", "sampler_parameters"]
+
+
+def sampler_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a ``Sampler``, which depend on a row's text only."""
+    parameters = {
+        name: value
+        for name, value in arguments.items()
+        if name not in (*BANNED, "sequence_bias", "bad_words", "bitmask")
+    }
+    words = arguments.get("bad_words", {})
+    parameters["logit_bias"] = arguments.get("sequence_bias")
+    parameters["bad_words_ids"] = [list(ids) for ids in words if len(ids) > 1]
+    single = (ids[0] for ids in words if len(ids) == 1)
+    banned = [*single, *(token for name in BANNED for token in arguments.get(name, ()))]
+    parameters["suppress_tokens"] = list(dict.fromkeys(banned))
+    return parameters
+
+
+class GenerateSampler:
+    """Samples the next token of each row by a ``Sampler``.
+
+    It makes a new ``Sampler`` when the arguments change. A row has the noise of
+    ``top_k_top_p_sample``, a function of its seed (int or [B]; None: greedy) and of its length
+    without padding. The text of a new ``Sampler`` is ``input_ids`` without padding. Tokens that
+    only the cache holds are entered as numbers outside the vocabulary.
+    """
+
+    def __init__(self, seed: int | torch.Tensor | None, keep_scores: bool) -> None:
+        self._seed, self._keep_scores = seed, keep_scores
+        self._arguments: dict[str, Any] | None = None
+        self._length = -1
+        self._sampler: Sampler | None = None
+        self._drawn = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        input_ids: torch.Tensor,
+        arguments: dict[str, Any],
+        rows: CallRows,
+    ) -> SamplerOutput:
+        """Choose a token for each row from logits [B, V] after ``input_ids`` [B, S].
+
+        ``arguments`` are those of this step's ``SamplerFusion``.
+        """
+        asked = {name: value for name, value in arguments.items() if name != "bitmask"}
+        sampler = self._sampler
+        if sampler is None or asked != self._arguments or rows.length != self._length:
+            sampler = self._sampler = self._begin(input_ids, asked, rows)
+            self._arguments = asked
+        elif self._keep_scores:
+            # A finished row continues with padding, which transformers' scores count as text.
+            last = input_ids[:, -1]
+            for row in (last != self._drawn).nonzero()[:, 0].tolist():
+                sampler.rewind(row, 1)
+                sampler.accept(row, last[row : row + 1])
+        mask = None
+        if "bitmask" in arguments:
+            mask = fitting_mask(arguments["bitmask"].bitmask(input_ids), rows.vocab)
+        self._length = rows.length + 1
+        drawn = sampler.sample(logits, mask)
+        self._drawn = drawn.index
+        return drawn
+
+    def _begin(self, input_ids: torch.Tensor, asked: dict[str, Any], rows: CallRows) -> Sampler:
+        parameters = sampler_parameters(asked)
+        seed: Any = self._seed
+        if seed is None:
+            # Temperature 0 keeps one logit; a seed below 0 takes the same one and keeps all.
+            seed = -1
+            if not self._keep_scores:
+                parameters["temperature"] = 0.0
+        batch = input_ids.shape[0]
+        sampler = Sampler(
+            batch,
+            rows.vocab,
+            dialect="transformers",
+            return_logits=self._keep_scores,
+            seed=seed,
+            **parameters,
+        )
+        padding = rows.padding
+        if not isinstance(padding, Tensor):
+            padding = torch.tensor(padding, device="cpu")
+        of_rows = padding.expand(batch).tolist()
+        for row, (ids, pads) in enumerate(zip(input_ids, of_rows, strict=True)):
+            # All different: they repeat nothing.
+            unknown = -1 - torch.arange(max(-pads, 0), device="cpu")
+            sampler.insert(row, torch.cat([unknown, ids[max(pads, 0) :]]))
+        return sampler
+
+
+# --- The loop -------------------------------------------------------------------------------------
 
 
 class _ChosenTokens(NamedTuple):
@@ -131,52 +227,6 @@ def _first_position(
     # generate() drops a mask of ones and notes its length. It differs from the length of
     # input_ids if the prompt came as embeddings or is in the cache already.
     return getattr(generation_config, "_mask_length", input_ids.shape[1])
-
-
-def seeds_of_rows(
-    seed: int | Sequence[int] | torch.Tensor | None,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-) -> int | torch.Tensor | None:
-    """Return the seeds as the op takes them; raise if they are invalid or do not fit the rows.
-
-    Greedy search uses no noise, but its seeds are checked here too.
-    """
-    if seed is None:
-        return None
-    if is_list(seed):
-        seed = row_tensor("seed", seed, torch.int64, input_ids.device)
-    elif not isinstance(seed, torch.Tensor) or not seed.dim():
-        number = check_int("sample", "seed", seed, kind="an int, a list or a tensor of them")
-        if number < 0:
-            raise ValueError(f"seed: expected an int >= 0, got {number}")
-        return number
-    if seed.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"seed: expected a tensor of int64 or int32, got {dtype_name(seed)}")
-    rows, results = input_ids.shape[0], generation_config.num_return_sequences or 1
-    if seed.shape != (rows,):
-        reason = ""
-        if results > 1:
-            reason = f", as num_return_sequences = {results} makes {results} rows of each prompt"
-        raise ValueError(
-            f"seed: expected one number, or one for each of {rows} rows{reason}; "
-            f"got {list(seed.shape)}"
-        )
-    return seed
-
-
-def noise_of_rows(
-    seed: int | Sequence[int] | torch.Tensor | None,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-) -> int | torch.Tensor | None:
-    """Return ``seeds_of_rows``, drawn if sampling has no seed; None for greedy search."""
-    seeds = seeds_of_rows(seed, input_ids, generation_config)
-    if not generation_config.do_sample:
-        return None
-    if seeds is None:
-        return torch.randint(0, 2**63 - 1, (input_ids.shape[0],), device=input_ids.device)
-    return seeds
 
 
 def sample_tokens(
