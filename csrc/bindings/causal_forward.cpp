@@ -1,15 +1,17 @@
-// causal_forward_ and causal_workspace_bytes, on CPU tensors alone.
+// causal_forward_, causal_steps_ and causal_workspace_bytes, on CPU tensors alone.
 #include "decoder/causal_forward.h"
 
 #include <algorithm>
 
 #include "bindings/causal_checks.h"
 #include "bindings/kv_cache_checks.h"
+#include "bindings/sampler_checks.h"
 
 namespace lmdecode::decoder {
 namespace {
 
 constexpr const char* kForwardOp = "causal_forward_";
+constexpr const char* kStepsOp = "causal_steps_";
 constexpr const char* kBytesOp = "causal_workspace_bytes";
 
 // Blocks that sequences name, as far back as layers look: caches may keep more of windows, so that
@@ -185,6 +187,62 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
   return out;
 }
 
+// Each row reads its last token and chooses the next, step after step; nothing returns to Python.
+Tensor causal_steps(const Tensor& memory, const Tensor& layout, const Integers& config,
+                    const Numbers& numbers, const Tensors& caches, const Integers& windows,
+                    const Tensor& workspace, const Tensor& tokens, const Tensor& entries,
+                    int64_t max_rows, const Tensor& state, int64_t text_capacity,
+                    int64_t rules_capacity, const Tensor& results, const Tensor& ends,
+                    Tensor chosen) {
+  const char* const op = kStepsOp;
+  const Arguments arguments(op);
+  const int64_t rows = tokens.numel();
+  check_rank(op, "ends", ends, 2, "[rows, ends]");
+  check_rank(op, "chosen", chosen, 2, "[steps, rows]");
+  const auto* const last = arguments.contiguous<const int64_t>("tokens", tokens, {rows});
+  const auto* const of_entries = reinterpret_cast<const CausalEntry*>(
+      arguments.contiguous<const int64_t>("entries", entries, {rows, 4}));
+  const auto* const of_rows = arguments.contiguous<const int64_t>("ends", ends, {rows, -1});
+  auto* const out = arguments.contiguous<int64_t>("chosen", chosen, {-1, rows});
+  for (int64_t row = 0; row < rows; ++row) {
+    if (of_entries[row].count == 1 && of_entries[row].num_logits == 1) continue;
+    fail(op, "entries[", row, "] has ", of_entries[row].count, " tokens and ",
+         of_entries[row].num_logits, " rows of logits; expected 1 of each");
+  }
+  const int64_t vocab =
+      checked_model<CausalWeightsModel>(op, {memory, layout, config, numbers}).model.config.vocab;
+  check_rank(op, "state", state, 2, "[rows, bytes]");
+  if (state.size(0) != rows) {
+    fail(op, "state has ", state.size(0), " rows; expected ", rows, ", as tokens has");
+  }
+  const int64_t most = chosen.size(0);
+  sampling::SamplerStepParams p =
+      sampling::drawing_rows(arguments, state, vocab, text_capacity, rules_capacity, results, most);
+  const int64_t num_ends = ends.size(1);
+  const auto has_ended = [&](int64_t row) {
+    const int64_t* const begin = of_rows + row * num_ends;
+    return p.status[row] != 0 ||
+           std::find(begin, begin + num_ends, p.index[row]) != begin + num_ends;
+  };
+  Tensor read = new_tensor(tokens, {rows}, ScalarType::Long);  // results may be where tokens are
+  auto* const next = static_cast<int64_t*>(read.mutable_data_ptr());
+  std::copy_n(last, rows, next);
+  int64_t taken = 0;
+  for (bool goes_on = true; goes_on && taken < most; ++taken) {
+    const Tensor logits =
+        causal_forward(memory, layout, config, numbers, caches, windows, workspace, read, entries,
+                       rows, max_rows, std::nullopt, std::nullopt);
+    p.logits = logits.const_data_ptr();
+    sampling::sampler_step_cpu(p);
+    std::copy_n(p.index, rows, next);
+    std::copy_n(p.index, rows, out + taken * rows);
+    for (int64_t row = 0; row < rows; ++row) goes_on &= !has_ended(row);
+  }
+  Tensor steps = new_tensor(tokens, {}, ScalarType::Long);
+  *static_cast<int64_t*>(steps.mutable_data_ptr()) = taken;
+  return steps;
+}
+
 // sizes: max_rows, sequences, blocks of a sequence.
 int64_t workspace_bytes(const Integers& config, const Numbers& numbers, const Integers& sizes) {
   std::vector<float> scales;
@@ -201,6 +259,7 @@ int64_t workspace_bytes(const Integers& config, const Numbers& numbers, const In
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("causal_forward_", TORCH_BOX(&lmdecode::decoder::causal_forward));
+  m.impl("causal_steps_", TORCH_BOX(&lmdecode::decoder::causal_steps));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {

@@ -3,6 +3,7 @@
 
 #include "bindings/tensor_checks.h"
 #include "sampling/sampler_state.h"
+#include "sampling/sampler_step.h"
 
 namespace lmdecode::sampling {
 
@@ -43,5 +44,11 @@ inline void check_state(const char* op, const char* name, const Tensor& state,
     }
   }
 }
+
+// A step of all rows on the CPU, with room for the tokens of so many: for logits [batch, vocab]
+// float32, contiguous, which the caller sets. Each row appends its token.
+SamplerStepParams drawing_rows(const Arguments& arguments, Tensor state, int64_t vocab,
+                               int64_t text_capacity, int64_t rules_capacity, Tensor results,
+                               int64_t steps);
 
 }  // namespace lmdecode::sampling

@@ -210,6 +210,21 @@ void verify(Tensor state, const Tensor& logits, const std::optional<Tensor>& bit
 }
 
 }  // namespace
+
+#if !defined(USE_CUDA)
+SamplerStepParams drawing_rows(const Arguments& arguments, Tensor state, int64_t vocab,
+                               int64_t text_capacity, int64_t rules_capacity, Tensor results,
+                               int64_t steps) {
+  SamplerStepParams p =
+      step_params(arguments, state, vocab, text_capacity, rules_capacity, results, -1, kAccept);
+  check_room(arguments.op(), p, steps);
+  p.dtype = DType::kFloat32;
+  p.logits_row_stride = vocab;
+  p.logits_vocab_stride = 1;
+  return p;
+}
+#endif
+
 }  // namespace lmdecode::sampling
 
 LMD_OPS(m) {

@@ -301,7 +301,7 @@ def _norm(x, **_):
 # --- Whole models ---------------------------------------------------------------------------------
 
 
-@_returns("decoding_steps_")
+@_returns("causal_steps_", "decoding_steps_")
 def _decoding_steps(workspace, **_):
     return _empty(workspace, dtype=torch.int64)
 

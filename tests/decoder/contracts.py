@@ -85,6 +85,12 @@ def causal_forward(dtype: str) -> Call:
     return Call(OPS.causal_forward_, *forward_arguments(causal_caches(dtype=dtype), *entries))
 
 
+def causal_steps() -> Call:
+    from tests.decoder.test_steps_ahead import arguments_of, new_sampler
+
+    return Call(OPS.causal_steps_, *arguments_of(causal_caches(), new_sampler(), steps=3))
+
+
 def hidden_rows() -> Call:
     """Return a call of a model that reads hidden rows, and gives them."""
     from lmdecode.decoder.causal_weights import PackedCausalModel
@@ -151,6 +157,7 @@ CONTRACTS = [
         },
         compiles=False,
     ),
+    Contract("causal_steps_", {"three rows": causal_steps}, compiles=False),
     Contract(
         "causal_caches_reorder_",
         {"beams": lambda: of_caches(OPS.causal_caches_reorder_, [2, 0, 0])},

@@ -60,7 +60,9 @@ def prompt_of(rng: random.Random, shared: list[list[int]]) -> list[int]:
 def alone(decoding: lmdecode.Decoding, prompt_ids: list[int], **options: Any) -> Any:
     """Return the result of a request with nothing else in an engine of its own."""
     engine = decoding.engine(max_requests=4, capacity=CAPACITY)
-    return engine.submit(prompt_ids, **options).result()
+    request = engine.submit(prompt_ids, **options)
+    run(engine, request)
+    return request.result()
 
 
 def outcome(result: Any) -> tuple[Any, ...]:
@@ -111,7 +113,7 @@ def live_of(
         if running and rng.random() < 0.06:
             rng.choice(running)[0].cancel()
         if not has_thread:
-            engine.step()
+            rng.choice([engine.step, engine.run_ahead])()
     for request, arguments in running:
         got, want = request.result(timeout=120), alone_of(arguments)
         if got.finish_reason == "cancelled":

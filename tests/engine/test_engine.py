@@ -128,6 +128,40 @@ def test_the_texts_of_a_batch_without_an_engine(decoding: lmdecode.Decoding) -> 
     assert [list(r) for r in requests] == [greedy(decoding, p, 15) for p in prompts]
 
 
+@pytest.mark.parametrize("options", [{}, {"seed": 1, "temperature": 1.4}, {"num_beams": 2}])
+def test_steps_ahead_give_what_steps_give(
+    llama: lmdecode.Decoding, options: dict[str, Any]
+) -> None:
+    """Texts end at different steps, one by an end token, and a request waits for a place."""
+
+    def written(method: str) -> tuple[list[Any], Any, int]:
+        engine, calls = llama.engine(max_requests=4, capacity=CAPACITY), 0
+        requests = [
+            engine.submit(random_tokens(9 + n, n), max_new_tokens=n, eos_token_id=[5], **options)
+            for n in (20, 1, 7, 13, 30)
+        ]
+        while getattr(engine, method)():
+            calls += 1
+        assert is_whole(engine)
+        return [outcome(request.result()) for request in requests], engine.stats, calls
+
+    ahead, stepped = written("run_ahead"), written("step")
+    assert ahead[:2] == stepped[:2]
+    assert ahead[2] < stepped[2] / 2 or "num_beams" in options
+
+
+def test_a_request_is_cancelled_between_parts(llama: lmdecode.Decoding) -> None:
+    engine = llama.engine(max_requests=2, capacity=CAPACITY)
+    engine._parts.steps = 4
+    first, second = (engine.submit(random_tokens(9, n), max_new_tokens=40) for n in range(2))
+    for count in (1, 2, 6):  # after the prompts; by the rows as they are now; four steps ahead
+        engine.run_ahead()
+        assert len(first._state.tokens) == count
+    first.cancel()
+    assert second.result().tokens == greedy(llama, random_tokens(9, 1).tolist(), 40)
+    assert first.finish_reason == "cancelled" and is_whole(engine)
+
+
 def test_prompts_that_begin_alike_are_computed_once(decoding: lmdecode.Decoding) -> None:
     system = random_tokens(70, 0).tolist()
     prompts = [[*system, i] for i in range(20, 28)]

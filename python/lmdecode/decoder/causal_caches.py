@@ -15,6 +15,7 @@ from lmdecode._ops import ops
 from lmdecode.decoder.causal_config import Heads
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.huge_memory import new_memory
+from lmdecode.sampling.sampler import DrawingRows
 
 __all__ = [
     "BLOCK_SIZE",
@@ -253,6 +254,34 @@ class CausalCaches:
             hidden_out,
         )
         return logits
+
+    def steps(
+        self, entries: Tensor, tokens: Tensor, rows: DrawingRows, ends: Tensor, chosen: Tensor
+    ) -> int:
+        """Run steps in C++: read a token of each entry, choose the next, read it; return how many.
+
+        ``tokens``, [rows] int64, are the first to be read, by ``entries`` of one token each. The
+        step in which a row chooses one of its ``ends``, [rows, n] int64 (-1: none), or fails, is
+        the last. ``chosen``, [steps, rows] int64, receives the tokens.
+        """
+        model = self.model
+        return int(
+            ops.causal_steps_(
+                model.memory,
+                model.layout,
+                model.sizes,
+                model.numbers,
+                self._tensors,
+                self._windows,
+                self._workspace,
+                tokens,
+                entries,
+                self.max_rows,
+                *rows,
+                ends,
+                chosen,
+            )
+        )
 
     def reorder(self, parents: Tensor) -> None:
         """Let sequence i go on as sequence ``parents[i]``, [sequences] int64; nothing is copied."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ from lmdecode.sampling.sampler_rows import (
 )
 from lmdecode.sampling.types import SamplerOutput
 
-__all__ = ["CompactSampler", "Results", "Sampler"]
+__all__ = ["CompactSampler", "DrawingRows", "Results", "Sampler"]
 
 _OP = "Sampler"
 _step = ops.sampler_step_.default
@@ -478,6 +478,15 @@ def _plain_logits(logits: Any) -> Tensor:
     return logits.detach()
 
 
+class DrawingRows(NamedTuple):
+    """Rows of a sampler as ``causal_steps_`` takes them."""
+
+    state: Tensor
+    text_capacity: int
+    rules_capacity: int
+    results: Tensor
+
+
 class CompactSampler:
     """A ``Sampler`` with its sequences in the first rows; a step computes only these."""
 
@@ -511,10 +520,7 @@ class CompactSampler:
         -1. The next step of as many rows overwrites the results.
         """
         sampler, count = self._sampler, len(logits)
-        key = count, num_logprobs
-        if self._results is None or self._results[0] != key:
-            self._results = key, new_results(count, num_logprobs, False, sampler.device)
-        results = self._results[1]
+        results = self._results_of(count, num_logprobs)
         sampler._room_for_steps(1)
         _step(
             sampler._state[first : first + count], logits, bitmask, results.memory, None, None,
@@ -522,6 +528,25 @@ class CompactSampler:
         )  # fmt: skip
         sampler._steps += 1
         return results
+
+    def _results_of(self, count: int, num_logprobs: int) -> Results:
+        key = count, num_logprobs
+        if self._results is None or self._results[0] != key:
+            self._results = key, new_results(count, num_logprobs, False, self._sampler.device)
+        return self._results[1]
+
+    def run(self, count: int, steps: int, run: Callable[[DrawingRows], int]) -> tuple[int, Results]:
+        """Let ``run`` choose and append at most ``steps`` tokens of each of the first rows.
+
+        It returns the number of steps, which is returned with the results of the last one.
+        """
+        sampler, results = self._sampler, self._results_of(count, -1)
+        sampler._room_for_steps(steps)
+        _, text_capacity, rules_capacity = sampler._sizes
+        state = sampler._state[:count]
+        taken = run(DrawingRows(state, text_capacity, rules_capacity, results.memory))
+        sampler._steps += taken
+        return taken, results
 
     def verify(
         self, logits: Tensor, draft: Tensor, first: int = 0

@@ -159,6 +159,9 @@ class EncoderDecoderSteps:
         self.searches.read_tokens(self._logits)
         return StepLogits(self._logits.index_select(0, rows), map(self._begun, begun))
 
+    def ahead(self, drawn: ReadRows) -> None:
+        """See ``ModelSteps``; none."""
+
     def _begun(self, sequence: WrittenSequence) -> WrittenSequence:
         self.reading.remove(sequence)
         self._grows[self._place_of(sequence)] = 1

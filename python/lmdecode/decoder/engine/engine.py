@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
@@ -25,6 +26,7 @@ from lmdecode.decoder.engine.request import (
 from lmdecode.decoder.engine.rows import DrawnRows, Ended, SearchedRows
 from lmdecode.decoder.engine.steps import causal_parts, encoder_decoder_parts
 from lmdecode.decoder.engine.submission import Encoder, RequestParameters
+from lmdecode.decoder.stepwise import StepParts
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.decoder.worker_threads import release_worker_threads, stopped_at_exit
 
@@ -153,6 +155,7 @@ class Engine:
         self._searched = SearchedRows(self._model.caches, self._vocab)
         self._arrived: deque[WrittenSequence] = deque()  # without places
         self._steps = self._new_tokens = 0  # of searches
+        self._parts = StepParts(model.memory.nbytes)
         self._lock = threading.RLock()  # held during a step
         self._stepper: int | None = None  # the thread that runs a step
         self._beginning: list[WrittenSequence] = []  # prompts are read, rows are not assigned yet
@@ -405,7 +408,28 @@ class Engine:
             The error that stopped the step, such as a ``MemoryError``. It ends all requests that
             have slots.
         """
-        self.check_outside("step")
+        return self._step("step", 1)
+
+    def run_ahead(self) -> bool:
+        """Run steps for about 0.1 s, or fewer: until a request ends, or needs Python at each step.
+
+        The tokens are those of ``step``, and come all at once. Sampled texts of a decoder-only
+        model, without grammars, log-probabilities and drafts, need nothing of Python.
+
+        Returns
+        -------
+        bool
+            Whether there are unfinished requests.
+
+        Raises
+        ------
+        Exception
+            As of ``step``.
+        """
+        return self._step("run_ahead", self._parts.steps)
+
+    def _step(self, method: str, most: int) -> bool:
+        self.check_outside(method)
         with self._lock, torch.no_grad():
             self._stepper = threading.get_ident()
             told: list[RequestState] = []
@@ -415,7 +439,7 @@ class Engine:
                     self._drop_cancelled(told)
                 if self._arrived:
                     self._admit()
-                self._compute(told)
+                self._compute(told, most)
             except BaseException as error:
                 self._fail_all(error, told)
                 raise
@@ -457,9 +481,18 @@ class Engine:
                     self._arrived.popleft()
                     sequence.request.placed()
 
-    def _compute(self, told: list[RequestState]) -> None:
-        """Run the model, and choose the next tokens."""
+    def _compute(self, told: list[RequestState], most: int) -> None:
+        """Run the model, and choose the next tokens; at most so many of a row."""
         drawn, searched = self._drawn, self._searched
+        most = min(most, 0 if searched.running else drawn.steps_ahead)
+        if most > 1 and (ahead := self._model.ahead(drawn)) is not None:
+            told += [sequence.request for sequence in drawn.running]
+            begun = time.perf_counter()
+            steps, ended = drawn.run_ahead(most, ahead)
+            self._parts.took(steps, time.perf_counter() - begun)
+            self._steps += steps
+            self._leave_all(ended, told)
+            return
         for end in self._model.encode():
             self._leave(end, told)
         step = self._model.read(drawn, searched)
@@ -470,20 +503,22 @@ class Engine:
         while self._beginning:
             self._begin(self._beginning[0])
             del self._beginning[0]
-        ended: list[Ended] = []
+        ended = list[Ended]()
         num_drawn = len(drawn.running) + sum(map(len, step.drafts))
         if drawn.running:
             told += [sequence.request for sequence in drawn.running]
             ended = drawn.step(step.logits[:num_drawn], step.drafts)
-            for end in ended:
-                assert isinstance(end.sequence, DrawnSequence)
-                drawn.end(end.sequence)
         if searched.running:
             of_searches = searched.step(step.logits[num_drawn:])
             self._new_tokens += sum(e.sequence.request.stats.new_tokens
                                               for e in of_searches)  # fmt: skip
             ended += of_searches
+        self._leave_all(ended, told)
+
+    def _leave_all(self, ended: Sequence[Ended], told: list[RequestState]) -> None:
         for end in ended:
+            if isinstance(end.sequence, DrawnSequence):
+                self._drawn.end(end.sequence)
             self._leave(end, told)
 
     def _begin(self, sequence: WrittenSequence) -> None:

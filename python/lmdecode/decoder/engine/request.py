@@ -115,6 +115,9 @@ class Driver(Protocol):
     def step(self) -> object:
         """Run a step."""
 
+    def run_ahead(self) -> object:
+        """Run a step, or some at once."""
+
     def drop_cancelled(self) -> None:
         """Make the next step look for cancelled requests. Takes no lock."""
 
@@ -178,7 +181,7 @@ class RequestState:
         if left is not None and left <= 0:
             raise TimeoutError(f"Request.result: {len(self.tokens)} tokens, and it goes on")
         if not self._driver.is_started:
-            self._driver.step()
+            (self._driver.run_ahead if until_end else self._driver.step)()
             return False
 
         def is_due() -> bool:

@@ -21,7 +21,7 @@ from lmdecode.decoder.engine.request import (
     TokenLogprob,
     WrittenSequence,
 )
-from lmdecode.sampling.sampler import CompactSampler, Results
+from lmdecode.sampling.sampler import CompactSampler, DrawingRows, Results
 from lmdecode.sampling.sampler_rows import RowRules
 
 __all__ = [
@@ -76,6 +76,14 @@ class ReadRows:
         self.tokens: Tensor | None = None
 
 
+class StepsAhead(Protocol):
+    """Steps of a model in C++: ``CausalCaches.steps`` of its entries."""
+
+    def __call__(
+        self, tokens: Tensor, rows: DrawingRows, *, ends: Tensor, chosen: Tensor
+    ) -> int: ...
+
+
 class Ended(NamedTuple):
     """A sequence that has ended, why, and its error."""
 
@@ -100,6 +108,7 @@ class DrawnRows(ReadRows):
         self._sampler, self._vocab = CompactSampler(rows, vocab, dialect), vocab
         self.num_chosen = self.num_drafted = self.num_accepted = 0
         self._asks = False  # whether a row has a grammar or requests log-probabilities
+        self._ends: Tensor | None = None  # [rows, ends]; None: rows have changed
 
     @property
     def count(self) -> int:
@@ -127,7 +136,7 @@ class DrawnRows(ReadRows):
         self._changed()
 
     def _changed(self) -> None:
-        self.tokens = None
+        self.tokens = self._ends = None
         self._asks = any(map(_asks, self.running))
 
     def step(self, logits: Tensor, drafts: Sequence[list[int]] = ()) -> list[Ended]:
@@ -143,6 +152,36 @@ class DrawnRows(ReadRows):
         self.tokens = results.index
         self.num_chosen += len(self.running) - sum(end.reason == "error" for end in ended)
         return ended
+
+    @property
+    def steps_ahead(self) -> int:
+        """Most steps of these rows that need nothing of Python."""
+        if self.tokens is None or self._asks:
+            return 0
+        return min(s.max_new_tokens - len(s.request.tokens) for s in self.running)
+
+    def run_ahead(self, steps: int, run: StepsAhead) -> tuple[int, list[Ended]]:
+        """Have ``run`` do at most so many steps; return their number and the sequences that end."""
+        assert self.tokens is not None
+        running = self.running
+        if self._ends is None:
+            most = max(len(sequence.end_tokens) for sequence in running)
+            ends = [[*s.end_tokens, *[-1] * (most - len(s.end_tokens))] for s in running]
+            kind: Any = {"dtype": torch.int64, "device": "cpu"}
+            self._ends = torch.tensor(ends, **kind).view(len(running), most)
+        chosen = torch.empty(steps, len(running), dtype=torch.int64, device="cpu")
+        call = partial(run, self.tokens, ends=self._ends, chosen=chosen)
+        taken, results = self._sampler.run(len(running), steps, call)
+        self.tokens, ended = results.index, list[Ended]()
+        going_on = [0] * len(running)
+        for step, tokens in enumerate(chosen[:taken].tolist(), 1):
+            status = going_on if step < taken else results.status.tolist()
+            for sequence, token, bits in zip(running, tokens, status, strict=True):
+                end = self._take(sequence, token, bits)
+                if end is not None:
+                    ended.append(end)
+        self.num_chosen += taken * len(running) - sum(end.reason == "error" for end in ended)
+        return taken, ended
 
     def _step_drafted(self, logits: Tensor, drafts: Sequence[list[int]]) -> list[Ended]:
         """Run a step with drafts: rows that follow each other in one op, if they are alike."""
@@ -431,6 +470,9 @@ class ModelSteps(Protocol):
 
         None if there was nothing to read.
         """
+
+    def ahead(self, drawn: ReadRows) -> StepsAhead | None:
+        """Return the steps in C++ of sampled rows, or None where others, or prompts, are read."""
 
     def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
         """Free the places of a sequence; others may reuse sound ones."""

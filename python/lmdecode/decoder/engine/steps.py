@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from lmdecode.decoder.engine.rows import (
     ReadRows,
     SearchedRows,
     StepLogits,
+    StepsAhead,
 )
 from lmdecode.decoder.engine.submission import Encoder, EncoderInputs, Submission
 from lmdecode.decoder.searches import length_limits
@@ -117,9 +119,9 @@ class CausalSteps:
         """See ``ModelSteps``."""
         # A token follows each prompt that is read to its end.
         self._stored.put_all(but=self.reader.sequences)
-        if self._entries is not None and drawn.tokens is not None and not self.reader.sequences:
-            # The same rows again, and no prompts.
-            logits = self.caches.forward(drawn.tokens, self._entries, len(drawn.running))
+        if (entries := self._same_entries(drawn)) is not None:
+            assert drawn.tokens is not None
+            logits = self.caches.forward(drawn.tokens, entries, len(drawn.running))
             return StepLogits(logits, iter(()))
         room = self._max_step_tokens - len(drawn.running) - len(searched.tokens)
         drafts = self._propose(drawn.running, room) if self._drafts is not None else []
@@ -141,6 +143,17 @@ class CausalSteps:
             self._drafts.observe(_hidden_rows(drawn, searched, parts, drafts, hidden))
         begun = (part[0] for part in parts if self.reader.advance(part))
         return StepLogits(logits, begun, drafts)
+
+    def _same_entries(self, drawn: ReadRows) -> Tensor | None:
+        """Return the last step's entries if its sampled rows alone go on, without prompts."""
+        return None if drawn.tokens is None or self.reader.sequences else self._entries
+
+    def ahead(self, drawn: ReadRows) -> StepsAhead | None:
+        """See ``ModelSteps``."""
+        if (entries := self._same_entries(drawn)) is None:
+            return None
+        self._stored.put_all(but=())
+        return partial(self.caches.steps, entries)
 
     def _propose(self, running: list[DrawnSequence], room: int) -> list[list[int]]:
         """Return the drafts of a step with room for some tokens; an empty list: there are none.

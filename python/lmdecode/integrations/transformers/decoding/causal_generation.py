@@ -274,7 +274,7 @@ def write_on_engine(decoding: Any, call: CausalCall) -> Tensor | None:
             asked.submit(engine, prompt, parameters_of_row({"seed": noise}, row)["seed"])
             for row, prompt in enumerate(prompts)
         ]
-        while engine.step():
+        while engine.run_ahead():
             pass
         _raise_for_failed(requests)
     tokens = [request._state.tokens for request in requests]
