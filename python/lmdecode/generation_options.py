@@ -31,7 +31,9 @@ class Option(NamedTuple):
     continuous: str | None = None
     # Ray Data: "padded" if it does the same to a row whatever its padding, "row by row", "refused".
     job: str | None = None
-    field: Literal["passed", "converted"] | None = None  # of the server: how it reaches the engine
+    # Of the server: how a field of it reaches the engine; "default": it is none, and an entry of
+    # the model's generation config reaches it as other fields do.
+    field: Literal["passed", "converted", "default"] | None = None
     alias: str | None = None  # that field in other servers
     is_replaced: bool = False  # llama.cpp leaves it out where there is mirostat
 
@@ -46,7 +48,7 @@ _LOGITS_ALONE = "tokens come of the model's logits alone"
 _OTHER_END = "a request ends by eos_token_id and max_new_tokens"
 _FILTER = {"batch": "ignores", "continuous": "processor", "field": "passed"}
 _FUSED = {"job": "padded", **_FILTER}
-_OURS, _CPP = {"field": "passed"}, {"is_replaced": True}
+_OURS, _CPP, _OF_CONFIG = {"field": "passed"}, {"is_replaced": True}, {"field": "default"}
 _EDIT = {"batch": "takes", "continuous": "processor", "field": "passed"}
 
 # Numbers of a Sampler stand in the order of SamplerNumbers and SamplerIntegers of
@@ -80,13 +82,13 @@ OPTIONS: tuple[Option, ...] = (
     *_rows("seed", "draws", field="converted"),
     *_rows("logit_bias", "both", None, "tokens", field="converted"),
     *_rows("bad_words_ids suppress_tokens", "both", None, "tokens", **_EDIT),
-    *_rows("eos_token_id", "text", None, "tokens", "takes", "request", "padded"),
+    *_rows("eos_token_id", "text", None, "tokens", "takes", "request", "padded", "default"),
     *_rows("forced_tokens dry_breakers", "drawn", None, "tokens"),
-    *_rows("sequence_bias", "both", continuous="processor"),
-    *_rows("max_new_tokens", "text", None, None, "takes", "request", "padded"),
-    *_rows("max_length", "text", None, None, "takes", "request", "refused"),
-    *_rows("min_new_tokens", "text", None, None, "takes", "processor", "padded"),
-    *_rows("min_length", "text", 0, None, "takes", "processor", "refused"),
+    *_rows("sequence_bias", "both", continuous="processor", **_OF_CONFIG),
+    *_rows("max_new_tokens", "text", None, None, "takes", "request", "padded", "default"),
+    *_rows("max_length", "text", None, None, "takes", "request", "refused", "default"),
+    *_rows("min_new_tokens", "text", None, None, "takes", "processor", "padded", "default"),
+    *_rows("min_length", "text", 0, None, "takes", "processor", "refused", "default"),
     *_rows("max_time", "text", None, None, "refuses", _OTHER_END, "refused"),
     *_rows("bos_token_id", "text", None, None, "takes", "ignored", "padded"),
     *_rows("decoder_start_token_id", "text", None, None, "takes", "ignored"),
@@ -99,7 +101,8 @@ OPTIONS: tuple[Option, ...] = (
     *_rows("diversity_penalty", "searches", 0.0, continuous="ignored", **_OURS),
     *_rows("patience", "searches", 1.0, **_OURS),
     *_rows("pad_token_id", "searches", None, None, "takes", "ignored", "padded"),
-    *_rows("forced_bos_token_id forced_eos_token_id", "searches", None, None, "takes", "processor"),
+    *_rows("forced_bos_token_id forced_eos_token_id", "searches", None, None, "takes", "processor",
+           **_OF_CONFIG),
     *_rows("coverage_penalty", "request", 0.0),
     *_rows("dialect", "request", "generate"),
     *_rows("begin_suppress_tokens exponential_decay_length_penalty", "processor",
@@ -108,10 +111,10 @@ OPTIONS: tuple[Option, ...] = (
     *_rows("encoder_no_repeat_ngram_size", "processor", 0, continuous="processor"),
     *_rows("encoder_repetition_penalty", "processor", 1.0, continuous="processor"),
     *_rows("guidance_scale", "processor", 1.0, continuous=_LOGITS_ALONE),
-    *_rows("stop_strings", "processor", continuous=_OTHER_END, job="row by row"),
+    *_rows("stop_strings", "processor", continuous=_OTHER_END, job="row by row", **_OF_CONFIG),
     *_rows("watermarking_config", "processor", continuous="there are no watermarks"),
     *_rows("constraints force_words_ids", "constraints", continuous="there are no constraints"),
-    *_rows("do_sample", "call", continuous="request", job="padded"),
+    *_rows("do_sample", "call", continuous="request", job="padded", **_OF_CONFIG),
     *_rows("penalty_alpha", "call", 0, continuous=_LOGITS_ALONE),
     *_rows("assistant_early_exit", "layers", continuous=_NO_DRAFTS),
     *_rows("dola_layers", "layers", continuous=_LOGITS_ALONE),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ _MIROSTAT_TAU = 5.0  # of llama.cpp
 # Passed to the engine as they are, which checks them. The names are those of ``Sampler``.
 _SAMPLING = option_names("draws", "drawn", "both", field="passed")
 _SEARCH = option_names("search", "searches", field="passed")
+_OF_CONFIG_IN_SEARCHES = (
+    *option_names("both", field="passed"), *_SEARCH, *option_names("searches", field="default")
+)  # fmt: skip
 _ALIASES = {option.alias: option.name for option in OPTIONS if option.alias}
 NAMES: Mapping[str, str] = {"eos_token_id": "stop_token_ids", "max_new_tokens": "max_tokens",
                             "prompt_ids": "prompt", "input_ids": "prompt"}  # fmt: skip
@@ -50,9 +53,10 @@ COMMON_FIELDS = frozenset(
 class Parameters:
     """Parameters of a request, without its prompt.
 
-    ``arguments`` are for ``Engine.submit``, which also takes ``max_new_tokens``, ``seed``,
-    ``grammar`` and ``logprobs``. ``n`` is the number of answers, ``seed`` the first one's, and
-    ``is_search`` whether a beam search finds them. ``stops`` are texts that end an answer;
+    ``arguments`` are for ``Engine.submit``, see ``arguments_of``. ``n`` is the number of answers,
+    ``seed`` the first one's, and ``is_search`` whether a beam search finds them. ``min_length``,
+    of prompt and answer, and the tokens that are forced at an answer's beginning and at its end are
+    the model's generation config's. ``stops`` are texts that end an answer;
     ``stop_tokens`` are end tokens that an answer names if one ended it. ``keeps_stop``: that text
     or token is part of the answer. ``stream``: the answer comes in pieces; with ``includes_usage``
     the last one has the usage, with ``repeats_usage`` each has the usage so far.
@@ -69,6 +73,23 @@ class Parameters:
     stream: bool
     includes_usage: bool
     repeats_usage: bool
+    min_length: int = 0
+    first_token: int | None = None
+    last_token: int | None = None
+
+    def arguments_of(self, length: int, new: int) -> dict[str, Any]:
+        """Return the arguments of an answer of at most ``new`` tokens behind a prompt.
+
+        ``Engine.submit`` also takes ``seed``, ``grammar`` and ``logprobs``.
+        """
+        least = max(self.arguments["min_tokens"], self.min_length - length)
+        forced: dict[int, int | None] = {}
+        if length == 1 and self.first_token is not None:
+            forced[0] = self.first_token
+        if self.last_token in self.arguments["eos_token_id"]:
+            forced[new - 1] = self.last_token
+        found = {"forced_tokens": forced} if forced else {}
+        return {**self.arguments, **found, "min_tokens": least, "max_new_tokens": new}
 
     def seed_of(self, index: int) -> int | None:
         """Return the seed of an answer."""
@@ -119,7 +140,31 @@ def _check_size(name: str, value: Any) -> None:
         raise BadRequest(name, f"{name} has {count} tokens; expected at most {_MOST_TOKENS}")
 
 
-def _sampling_of(fields: Fields, tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
+def _of_model(
+    defaults: Mapping[str, Any], ends: Collection[int], is_search: bool
+) -> dict[str, Any]:
+    """Return the arguments that come from the model's generation config.
+
+    A search bans single tokens, and adds to them: longer words are left out.
+    """
+    names = _OF_CONFIG_IN_SEARCHES if is_search else _SAMPLING
+    found = {name: defaults[name] for name in names if name in defaults}
+    biases = {
+        ids[0] if len(ids) == 1 else tuple(ids): bias
+        for ids, bias in defaults.get("sequence_bias", ())
+    }
+    if is_search:
+        words = found.pop("bad_words_ids", ())
+        banned = [word[0] for word in words if len(word) == 1 and word[0] not in ends]
+        if banned:
+            found["suppress_tokens"] = [*found.get("suppress_tokens", ()), *banned]
+        biases = {token: bias for token, bias in biases.items() if isinstance(token, int)}
+    return {**found, "logit_bias": biases} if biases else found
+
+
+def _sampling_of(
+    fields: Fields, tokenizer: Tokenizer, vocab: int, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments that come from fields, one by one."""
     arguments: dict[str, Any] = {}
     for name in (*_SAMPLING, *_ALIASES):
@@ -146,7 +191,7 @@ def _sampling_of(fields: Fields, tokenizer: Tokenizer, vocab: int) -> dict[str, 
         if name in arguments:
             fields.number(name, low, high)
     if words := _words(fields, "bad_words", tokenizer, both=True):
-        others = arguments.get("bad_words_ids", [])
+        others = arguments.get("bad_words_ids", defaults.get("bad_words_ids", []))
         if not isinstance(others, list):
             raise fields.error("bad_words_ids", "a list of lists of ints")
         arguments["bad_words_ids"] = [*others, *words]
@@ -192,7 +237,7 @@ def read_parameters(
     ``defaults`` are the parameters of the model's generation config, for absent fields, and
     ``vocab`` is the number of logits.
     """
-    arguments = _sampling_of(fields, tokenizer, vocab)
+    arguments = _sampling_of(fields, tokenizer, vocab, defaults)
     num_beams = fields.integer("num_beams", 1, 1 << 16) or 1
     is_search = num_beams > 1
     if is_search:
@@ -204,16 +249,24 @@ def read_parameters(
         for name in _SEARCH[1:]:
             if name in fields:
                 raise BadRequest(name, f"{name} is given; expected num_beams above 1 with it")
-        of_model = {name: defaults[name] for name in _SAMPLING if name in defaults}
-        arguments = {**of_model, **arguments}
-        is_greedy = defaults.get("do_sample") is False and "temperature" not in fields
-        arguments["do_sample"] = not is_greedy and arguments.get("temperature", 1.0) > 0
     ends = [] if fields.boolean("ignore_eos") else list(eos_token_ids)
     stop_tokens = fields.integers("stop_token_ids", _MOST_TOKENS, 0, vocab - 1)
     own_end = ends[:1]  # the tokenizer's, which is never named
     ends += stop_tokens
-    arguments["eos_token_id"] = list(dict.fromkeys(ends))
-    arguments["min_tokens"] = fields.integer("min_tokens", 0, MAX_INT) or 0
+    of_model = _of_model(defaults, ends, is_search)
+    if "logit_bias" in of_model and "logit_bias" in arguments:
+        of_model["logit_bias"] |= arguments.pop("logit_bias")
+    arguments = {**of_model, **arguments, "eos_token_id": list(dict.fromkeys(ends))}
+    of_texts: dict[str, Any] = {}
+    if not is_search:
+        is_greedy = defaults.get("do_sample") is False and "temperature" not in fields
+        arguments["do_sample"] = not is_greedy and arguments.get("temperature", 1.0) > 0
+        of_texts["first_token"] = defaults.get("forced_bos_token_id")
+        of_texts["last_token"] = defaults.get("forced_eos_token_id")
+    least = fields.integer("min_tokens", 0, MAX_INT)
+    if least is None and (least := defaults.get("min_new_tokens")) is None:
+        of_texts["min_length"] = defaults.get("min_length", 0)
+    arguments["min_tokens"] = least or 0
     n = fields.integer("n", 1, _MOST_CHOICES) or 1
     if is_search:
         if n > num_beams:
@@ -234,16 +287,20 @@ def read_parameters(
         )
         includes_usage = of_stream.boolean("include_usage")
         repeats_usage = of_stream.boolean("continuous_usage_stats")
+    stops = fields
+    if "stop" not in fields and not is_search:
+        stops = Fields({"stop": defaults.get("stop_strings")})
     return Parameters(
         arguments,
         n,
         None if seed is None else seed & MAX_INT,
         is_search,
-        tuple(fields.texts("stop", _MOST_STOPS, _LONGEST_STOP)),
+        tuple(stops.texts("stop", _MOST_STOPS, _LONGEST_STOP)),
         frozenset(stop_tokens) - frozenset(own_end),
         fields.boolean("include_stop_str_in_output"),
         fields.boolean("skip_special_tokens", True),
         stream,
         includes_usage,
         repeats_usage,
+        **of_texts,
     )

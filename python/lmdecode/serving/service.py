@@ -185,13 +185,26 @@ class Service:
         """Return the maximum number of new tokens for the prompts, which the field ``name`` holds.
 
         ``asked`` is the request's number, of the field ``asked_name``. Without it, the maximum is
-        ``otherwise``, or all that there is room for.
+        the generation config's, ``otherwise``, or all that there is room for.
         """
         longest = max(map(len, prompts)) if self.is_causal else 1
         room = self.context - longest
         if room < 1:
             raise self._too_long(name, f"{longest} tokens", self.context)
         if asked is None:
+            known = self.model.generation_defaults
+            most = known.get("max_length")
+            if "max_new_tokens" in known:
+                otherwise = known["max_new_tokens"]
+            elif most is not None:
+                if longest >= most:
+                    raise BadRequest(
+                        name,
+                        f"{name} has {longest} tokens; expected fewer than {most}, the max_length "
+                        f"of the model's generation config, or {asked_name}",
+                        "context_length_exceeded",
+                    )
+                otherwise = most - longest
             return room if otherwise is None else min(otherwise, room)
         if asked > room:
             raise BadRequest(
@@ -230,6 +243,8 @@ class Service:
         beams: list[int | None] = list(range(parameters.n)) if parameters.is_search else [None]
         answers: list[Answer] = []
         for request in requests:
+            length = len(request.prompt_ids)
+            least = parameters.arguments_of(length, job.max_tokens)["min_tokens"]
             for beam in beams:
                 writer = AnswerWriter(
                     self.model.tokenizer,
@@ -237,7 +252,7 @@ class Service:
                     keeps_stop=parameters.keeps_stop,
                     skips_special=parameters.skips_special,
                     kept_special_ids=job.kept_special_ids,
-                    min_tokens=parameters.arguments["min_tokens"],
+                    min_tokens=least,
                     behind=request.prompt_ids[-1:] if job.goes_on else (),
                 )
                 answers.append(
@@ -294,19 +309,19 @@ class Service:
             )
 
     def _submit_one(self, job: Job, prompt: list[int], index: int) -> Request:
-        arguments = dict(job.parameters.arguments)
+        length = len(prompt) if self.is_causal else 1
+        arguments = job.parameters.arguments_of(length, job.max_tokens)
         if (seed := job.parameters.seed_of(index)) is not None:
             arguments["seed"] = seed
         if job.logprobs is not None:
             arguments["logprobs"] = job.logprobs
         if job.grammar is not None:
             arguments["grammar"] = job.grammar.start()
+            arguments.pop("forced_tokens", None)  # which a grammar may not allow
         if not self.is_causal:
             arguments["input_ids"] = prompt
         try:
-            return self.engine.submit(
-                prompt if self.is_causal else None, max_new_tokens=job.max_tokens, **arguments
-            )
+            return self.engine.submit(prompt if self.is_causal else None, **arguments)
         except (TypeError, ValueError) as error:
             raise error_of_engine(error, NAMES) from error
 

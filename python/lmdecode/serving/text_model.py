@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,15 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
 from lmdecode.formats.gguf import GgufFile, is_gguf
-from lmdecode.generation_options import option_names
+from lmdecode.generation_options import OPTIONS
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.serving.chat_template import ChatTemplate
 from lmdecode.serving.tokenizer import Tokenizer, read_json
 
-__all__ = ["TextModel", "is_causal", "local_path", "name_of"]
+__all__ = ["TextModel", "defaults_of", "is_causal", "local_path", "name_of"]
 
 _OP = "TextModel.load"
 DEFAULT_DTYPE = "int8"
-# The numbers of a generation config that Engine.submit takes by the same name.
-_DEFAULTS = sorted(
-    {"do_sample", *option_names(continuous="processor", field="passed")}
-    - {"top_h", *option_names(sampler="tokens")}
-)
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length",
             "max_target_positions")  # fmt: skip
 _FILES = ("*.json", "*.jinja", "*.model", "*.spm", "*.txt", "*.gguf",
@@ -92,7 +88,8 @@ class TextModel:
         Every token that ends an answer: those of the generation config, of the tokenizer, and the
         one by which the template ends a turn.
     generation_defaults : dict
-        What the generation config says of drawing: temperature, top_p and so on.
+        What the generation config says of answers: temperature, suppress_tokens, max_length and so
+        on; ``eos_token_ids`` has its ends.
     """
 
     decoding: Decoding
@@ -170,10 +167,26 @@ class TextModel:
             name=known,
             context_length=length,
             eos_token_ids=tuple(dict.fromkeys(end for end in ends if isinstance(end, int))),
-            generation_defaults={
-                entry: config[entry] for entry in _DEFAULTS if config.get(entry) is not None
-            },
+            generation_defaults=defaults_of(config, known),
         )
+
+
+def defaults_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what a generation config says of answers; warn of what they cannot follow."""
+    found, left_out = {}, []
+    for option in OPTIONS:
+        value = config.get(option.name)
+        if value is None or option.continuous is None or option.name == "eos_token_id":
+            continue
+        if option.field is not None and option.effect != "search":
+            found[option.name] = value
+        elif value and value != option.neutral:
+            if option.batch != "ignores" and option.continuous != "ignored":
+                left_out.append(option.name)
+    if left_out:
+        message = f"the generation config of {name} has {', '.join(left_out)}, which answers do not"
+        warnings.warn(f"{message} follow", stacklevel=3)
+    return found
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
