@@ -15,15 +15,16 @@ from typing import Any, NamedTuple, Protocol
 
 from lmdecode.serving.grammar_source import GrammarSource
 from lmdecode.serving.tool_readers import (
-    CallReader,
-    FencedReader,
     FoundCalls,
-    JsonReader,
-    KeyValueReader,
-    NamedReader,
     NoCall,
-    PythonicReader,
-    TaggedReader,
+    Reading,
+    Written,
+    fenced_calls,
+    json_calls,
+    key_value_calls,
+    named_calls,
+    python_calls,
+    tagged_calls,
 )
 from lmdecode.serving.tools import (
     CallForm,
@@ -39,7 +40,8 @@ __all__ = ["FORMATS", "CallDelta", "ContentDelta", "StreamingToolParser", "ToolC
 _MOST_BEGIN = 1000  # characters of a text that show whether it begins as a call
 _NAME_KEYS = ('"name":', '"function":', '"function":{"name":', '"type":"function","name":',
               '"type":"function","function":{"name":')  # fmt: skip
-MakeReader = Callable[[int, Mapping[str, Mapping[str, Any]], Collection[str] | None], CallReader]
+_Schemas = Mapping[str, Mapping[str, Any]]
+Reader = Callable[[Written, int, _Schemas, Collection[str] | None], Reading]
 
 
 class ContentDelta(NamedTuple):
@@ -61,11 +63,11 @@ class CallWords(Protocol):
     """What begins calls: see ``ToolFormat``."""
 
     @property
-    def markers(self) -> Mapping[str, MakeReader]:
+    def markers(self) -> Mapping[str, Reader]:
         """What begins a call, and how it goes on."""
 
     @property
-    def bare(self) -> Mapping[str, MakeReader]:
+    def bare(self) -> Mapping[str, Reader]:
         """What begins a call where it begins the answer."""
 
     @property
@@ -86,7 +88,8 @@ class StreamingToolParser:
         self._schemas = {tool.name: tool.parameters for tool in known or ()}
         self._names = None if known is None else frozenset(self._schemas)
         self._text = ""
-        self._reader: CallReader | None = None
+        self._reading: Reading | None = None
+        self._written = Written()
         self._at = 0  # where it begins
         self._marker = 0  # the end of what began it
         self._is_marked = False  # what began it is part of no usual text
@@ -112,15 +115,14 @@ class StreamingToolParser:
     def _run(self, is_last: bool, is_cut: bool = False) -> list[ContentDelta | CallDelta]:
         deltas: list[ContentDelta | CallDelta] = []
         while True:
-            if self._reader is None and not self._begin(deltas, is_last, is_cut):
+            if self._reading is None and not self._begin(deltas, is_last, is_cut):
                 return deltas
-            assert self._reader is not None
             try:
-                found = self._reader.read(self._text, is_last and not is_cut)
+                found = self._read(self._text, is_last and not is_cut)
                 if found is None and is_cut:
-                    found = self._cut(self._reader)
+                    found = self._cut()
             except NoCall:
-                self._reader, self._can_be_bare = None, False
+                self._reading, self._can_be_bare = None, False
                 self._put(deltas, self._marker)
                 continue
             if found is None:
@@ -128,13 +130,24 @@ class StreamingToolParser:
             for name, arguments in found.calls:
                 deltas.append(CallDelta(self._calls, self._format.new_id(), name, arguments))
                 self._calls += 1
-            self._text, self._reader = self._text[found.end :], None
+            self._text, self._reading = self._text[found.end :], None
             self._can_be_bare = True
 
-    def _cut(self, reader: CallReader) -> FoundCalls:
+    def _read(self, text: str, is_last: bool) -> FoundCalls | None:
+        """Return the calls of the text, None where it needs more."""
+        assert self._reading is not None
+        self._written.text, self._written.is_last = text, is_last
+        try:
+            next(self._reading)
+        except StopIteration as end:
+            found: FoundCalls = end.value
+            return found
+        return None
+
+    def _cut(self) -> FoundCalls:
         """Return the complete calls of a text that ends within calls; the text is used up."""
         try:
-            calls = reader.read(f"{self._text}\0", True)  # something follows, but no end
+            calls = self._read(f"{self._text}\0", True)  # something follows, but no end
             assert calls is not None
             found = calls.calls
         except NoCall:
@@ -161,10 +174,10 @@ class StreamingToolParser:
             rest = self._text[start.end() :]
             if not rest and (not is_last or (is_cut and self._calls)):
                 return False
-            make = self._format.bare.get(rest[:1])
-            if make is not None:
+            reader = self._format.bare.get(rest[:1])
+            if reader is not None:
                 self._at, self._marker = start.end(), start.end() + 1
-                self._reader = make(self._at, self._schemas, self._names)
+                self._reading = reader(self._written, self._at, self._schemas, self._names)
                 self._is_marked = False
                 return True
             self._can_be_bare = False
@@ -173,8 +186,8 @@ class StreamingToolParser:
             self._put(deltas, found.start())
             self._at = self._marker = len(found[0])
             self._is_marked = found[0][0] in "<["
-            make = self._format.markers[found[0]]
-            self._reader = make(self._marker, self._schemas, self._names)
+            reader = self._format.markers[found[0]]
+            self._reading = reader(self._written, self._marker, self._schemas, self._names)
             return True
         end = len(self._text) - self._held()
         if is_last and (not is_cut or (self._text[end:].isalpha() and (end or self._has_content))):
@@ -209,9 +222,6 @@ class StreamingToolParser:
         deltas.append(ContentDelta(text))
 
 
-_Schemas = Mapping[str, Mapping[str, Any]]
-
-
 class ToolCall(NamedTuple):
     """A call of a tool: an id, drawn at random, the tool's name, and arguments, a JSON object."""
 
@@ -232,7 +242,7 @@ def _short_id() -> str:  # Mistral's templates take no other
 class ToolFormat:
     """How a model writes calls of tools; ``form`` is for grammars.
 
-    ``markers`` maps the words that begin a call to makers of readers, and ``bare`` those that begin
+    ``markers`` maps the words that begin a call to its readers, and ``bare`` those that begin
     one at the beginning of the answer alone. ``words`` may be tokens of their own, and
     ``token_ids`` has those that are; the special tokens ``kept_special_ids`` have to stay in the
     text that is parsed.
@@ -240,8 +250,8 @@ class ToolFormat:
 
     name: str
     form: CallForm
-    markers: Mapping[str, MakeReader]
-    bare: Mapping[str, MakeReader]
+    markers: Mapping[str, Reader]
+    bare: Mapping[str, Reader]
     words: tuple[str, ...] = ()
     token_ids: Mapping[str, int] = field(default_factory=dict)
     kept_special_ids: frozenset[int] = frozenset()
@@ -310,49 +320,40 @@ class ToolFormat:
 # ---- the formats
 
 
-def _json(*closes: str, is_bare: bool = False) -> MakeReader:
-    return lambda at, schemas, names: JsonReader(at, closes, names, is_bare)
+def _json(*closes: str, is_bare: bool = False) -> Reader:
+    return lambda text, at, schemas, names: json_calls(text, at, closes, names, is_bare)
 
 
-def _tagged(*closes: str, is_bare: bool = False) -> MakeReader:
-    return lambda at, schemas, names: TaggedReader(at, schemas, closes, names, is_bare)
+def _tagged(*closes: str, begun: str = "") -> Reader:
+    """Return a reader whose calls begin with ``begun``, the end of the marker."""
+    return lambda text, at, schemas, _: tagged_calls(text, at - len(begun), schemas, closes)
 
 
-def _inside_tag(*closes: str) -> MakeReader:
-    """Return a maker of readers that begin with the marker, ``<function=``."""
-    size = len("<function=")
-    return lambda at, schemas, names: TaggedReader(at - size, schemas, closes, names)
-
-
-def _named(header: str, *closes: str) -> MakeReader:
+def _named(header: str, *closes: str) -> Reader:
     pattern = re.compile(header, re.DOTALL)
-    return lambda at, schemas, names: NamedReader(at, pattern, closes)
+    return lambda text, at, schemas, names: named_calls(text, at, pattern, closes)
 
 
-def _pythonic(*closes: str, until: str = "", is_bare: bool = False) -> MakeReader:
-    return lambda at, schemas, names: PythonicReader(at, closes, until, names if is_bare else None)
+def _pythonic(*closes: str, until: str = "", is_bare: bool = False) -> Reader:
+    return lambda text, at, schemas, names: python_calls(
+        text, at, closes, until, names if is_bare else None
+    )
 
 
-def _either(first: MakeReader, second: MakeReader) -> MakeReader:
-    """Return a maker of readers that read the second way where the first finds no call."""
-    return lambda at, schemas, names: _Either(first(at, schemas, names), second(at, schemas, names))
+def _either(first: Reader, second: Reader) -> Reader:
+    """Return a reader that reads the second way where the first finds no call."""
+
+    def read(text: Written, at: int, schemas: _Schemas, names: Collection[str] | None) -> Reading:
+        try:
+            return (yield from first(text, at, schemas, names))
+        except NoCall:
+            return (yield from second(text, at, schemas, names))
+
+    return read
 
 
-class _Either:
-    def __init__(self, *readers: CallReader) -> None:
-        self._readers = list(readers)
-
-    def read(self, text: str, is_last: bool) -> Any:
-        while len(self._readers) > 1:
-            try:
-                return self._readers[0].read(text, is_last)
-            except NoCall:
-                self._readers.pop(0)
-        return self._readers[0].read(text, is_last)
-
-
-def _fenced(at: int, schemas: _Schemas, names: Collection[str] | None) -> CallReader:
-    return FencedReader(at, names)
+def _fenced(text: Written, at: int, schemas: _Schemas, names: Collection[str] | None) -> Reading:
+    return fenced_calls(text, at, names)
 
 
 _NAME = r"(?P<name>[\w.\-]+)"
@@ -371,7 +372,10 @@ _DEEPSEEK = _named(
     rf"\s*(?:function{_WIDE['sep']})?{_NAME}(?:{_WIDE['sep']})?\s*(?:```json)?\s*",
     "```", *_BODY_END,
 )  # fmt: skip
-_TOOL_CALL = {"<tool_call>": _tagged("</tool_call>"), "<function=": _inside_tag("</tool_call>")}
+_TOOL_CALL = {
+    "<tool_call>": _tagged("</tool_call>"),
+    "<function=": _tagged("</tool_call>", begun="<function="),
+}
 _MISTRAL = {
     "[TOOL_CALLS]": _either(
         _json(), _named(rf"\s*{_NAME}(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*")
@@ -402,7 +406,7 @@ def _key_values(start: str, close: str, quote: str) -> ToolFormat:
         "key_values",
         CallForm(open=f"{start}call:", middle="{", close="}" + close, arguments="key_values",
                  quote=quote),
-        {start: lambda at, schemas, names: KeyValueReader(at, quote, (close,))},
+        {start: lambda text, at, schemas, names: key_value_calls(text, at, quote, (close,))},
         {},
         (start, close, quote),
     )  # fmt: skip

@@ -1,16 +1,17 @@
 """Readers of calls of tools in the text that a model writes: each begins where a marker ends.
 
-A reader gets the text so far again and again, and looks at each character once. It returns
-``MORE``, or the calls and where they end. It raises ``NoCall`` where the text is no call and so
-part of the answer. How the text is cut into pieces makes no difference.
+A reader is a generator over the text so far, and looks at each character once. It yields where it
+needs more text, and returns the calls and where they end. It raises ``NoCall`` where the text is no
+call and so part of the answer. How the text is cut into pieces makes no difference.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from lmdecode.serving.tools import (
     VALUE_END,
@@ -22,8 +23,8 @@ from lmdecode.serving.tools import (
 )
 
 __all__ = [
-    "CallReader", "FencedReader", "FoundCalls", "JsonReader", "KeyValueReader", "NamedReader",
-    "NoCall", "PythonicReader", "TaggedReader",
+    "FoundCalls", "NoCall", "Reading", "Written", "fenced_calls", "json_calls", "key_value_calls",
+    "named_calls", "python_calls", "tagged_calls",
 ]  # fmt: skip
 
 _MAX_DEPTH = 50
@@ -234,7 +235,6 @@ def _refuse(word: str) -> Any:
     raise ValueError(word)
 
 
-MORE: Final = None
 _ARGUMENTS = ("arguments", "parameters", "args")
 MAX_HEADER = 400  # characters before the arguments of a call
 
@@ -250,11 +250,17 @@ class FoundCalls(NamedTuple):
     end: int
 
 
-class CallReader(Protocol):
-    """Reads what begins at a marker."""
+@dataclass
+class Written:
+    """The text that a model has written so far; ``is_last``: there is no more of it."""
 
-    def read(self, text: str, is_last: bool) -> FoundCalls | None:
-        """Return calls, or ``MORE``; raise ``NoCall``."""
+    text: str = ""
+    is_last: bool = False
+
+
+_T = TypeVar("_T")
+_Waiting: TypeAlias = Generator[None, None, _T]
+Reading: TypeAlias = _Waiting[FoundCalls]
 
 
 def dump_json(value: Any) -> str:
@@ -292,24 +298,24 @@ class Extent:
         self._longest = max(map(len, quotes))
 
     def end(self, text: str) -> int | None:
-        """Return the end, or ``MORE``; raise ``NoCall``."""
+        """Return the end, None where it needs more text; raise ``NoCall``."""
         while True:
             pattern = self._within[self._quote] if self._quote else self._outside
             found = pattern.search(text, self.at)
             if found is None:  # a quote may begin at the end
                 self.at = max(self.at, len(text) - self._longest + 1)
-                return MORE
+                return None
             word = found[0]
             if word == "\\":
                 if found.end() == len(text):
                     self.at = found.start()
-                    return MORE
+                    return None
                 self.at = found.end() + 1
                 continue
             begun = text[found.start() : found.start() + self._longest]
             if not self._quote and any(q != begun and q.startswith(begun) for q in self._quotes):
                 self.at = found.start()  # a longer quote may begin here
-                return MORE
+                return None
             self.at = found.end()
             if self._quote:
                 self._quote = ""
@@ -324,28 +330,42 @@ class Extent:
                 self._quote = word
 
 
-def skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+def _after(written: Written, at: int, space: re.Pattern[str] = _SPACE) -> _Waiting[int]:
+    """Return where something follows a space, or the text ends."""
+    while True:
+        found = space.match(written.text, at)
+        assert found is not None
+        if (at := found.end()) < len(written.text) or written.is_last:
+            return at
+        yield
 
 
-def after_closes(text: str, at: int, closes: Sequence[str], is_last: bool) -> int | None:
-    """Return where the words end that may close a call, in their order, or ``MORE``."""
+def _begins(written: Written, at: int, word: str) -> _Waiting[bool]:
+    """Return whether a word is at a place."""
+    while word != (found := written.text[at : at + len(word)]):
+        if written.is_last or not word.startswith(found):
+            return False
+        yield
+    return True
+
+
+def _end_of(written: Written, extent: Extent) -> _Waiting[int]:
+    while (end := extent.end(written.text)) is None:
+        if written.is_last:
+            raise NoCall("brackets that do not close")
+        yield
+    return end
+
+
+def _closed(
+    written: Written, calls: list[tuple[str, str]], at: int, closes: Sequence[str]
+) -> Reading:
+    """Read the words that may close calls, in their order."""
     for close in closes:
-        start = skip_space(text, at)
-        if text.startswith(close, start):
+        start = yield from _after(written, at)
+        if (yield from _begins(written, start, close)):
             at = start + len(close)
-        elif not is_last and close.startswith(text[start:]):
-            return MORE
-    return at
-
-
-def begins(text: str, at: int, word: str, is_last: bool) -> bool | None:
-    """Whether a word is at a place; ``MORE`` where that is not yet certain."""
-    if text.startswith(word, at):
-        return True
-    return MORE if not is_last and word.startswith(text[at:]) else False
+    return FoundCalls(calls, at)
 
 
 def calls_of(value: Any, names: Collection[str] | None, is_bare: bool) -> list[tuple[str, str]]:
@@ -383,110 +403,76 @@ def _calls_of_one(
     return [(name, dump_json(arguments))]
 
 
-class JsonReader:
-    """An object ``{"name": ..., "arguments": ...}``, or a list of such; ``closes`` may follow.
+def json_calls(
+    written: Written,
+    at: int,
+    closes: Sequence[str] = (),
+    names: Collection[str] | None = None,
+    is_bare: bool = False,
+) -> Reading:
+    """Read an object ``{"name": ..., "arguments": ...}``, or a list; ``closes`` may follow.
 
     ``is_bare``: no marker tells a call from other JSON, so its name has to be one of ``names``.
     """
-
-    def __init__(
-        self,
-        at: int,
-        closes: Sequence[str] = (),
-        names: Collection[str] | None = None,
-        is_bare: bool = False,
-    ) -> None:
-        self._at, self._closes, self._names, self._is_bare = at, closes, names, is_bare
-        self._extent: Extent | None = None
-        self._calls: list[tuple[str, str]] | None = None
-        self._end = 0
-
-    def read(self, text: str, is_last: bool) -> FoundCalls | None:
-        """Return calls, or ``MORE``; raise ``NoCall``."""
-        if self._calls is None:
-            if self._extent is None:
-                self._at = skip_space(text, self._at)
-                if self._at == len(text) and not is_last:
-                    return MORE
-                if text[self._at : self._at + 1] not in ("{", "["):
-                    raise NoCall("no JSON")
-                if text[self._at] == "[":
-                    inside = skip_space(text, self._at + 1)
-                    if inside == len(text) and not is_last:
-                        return MORE
-                    if text[inside : inside + 1] != "{":
-                        raise NoCall("a list of no objects")
-                self._extent = Extent(self._at, ('"',))
-            end = self._extent.end(text)
-            if end is None:
-                if is_last:
-                    raise NoCall("JSON that does not end")
-                return MORE
-            self._calls = calls_of(load_json(text[self._at : end]), self._names, self._is_bare)
-            self._end = end
-        behind = after_closes(text, self._end, self._closes, is_last)
-        return MORE if behind is None else FoundCalls(self._calls, behind)
+    at = yield from _after(written, at)
+    if not written.text.startswith(("{", "["), at):
+        raise NoCall("no JSON")
+    if written.text[at] == "[":
+        inside = yield from _after(written, at + 1)
+        if not written.text.startswith("{", inside):
+            raise NoCall("a list of no objects")
+    end = yield from _end_of(written, Extent(at, ('"',)))
+    calls = calls_of(load_json(written.text[at:end]), names, is_bare)
+    return (yield from _closed(written, calls, end, closes))
 
 
-class BracedReader:
-    """A header with a tool's name, and arguments in braces, which each subclass reads in its way.
+def _braced(
+    written: Written,
+    at: int,
+    header: re.Pattern[str],
+    arguments: Callable[[str, int], str],
+    closes: Sequence[str],
+    quote: str = '"',
+    escapes: bool = True,
+) -> Reading:
+    """Read a header, whose group ``name`` is the tool's name, and ``arguments`` in braces.
 
-    The group ``name`` of ``header`` is the tool's name. Between two of ``quotes`` a brace counts as
-    text; ``escapes``: a backslash takes the meaning of a quote. Words of ``closes`` may follow.
+    These are a function of a text that ends with the braces, and of where they begin. Between two
+    ``quote`` a brace counts as text; ``escapes``: a backslash takes the meaning of a quote.
     """
-
-    def __init__(
-        self,
-        at: int,
-        header: re.Pattern[str],
-        quotes: Sequence[str],
-        escapes: bool,
-        closes: Sequence[str] = (),
-    ) -> None:
-        self._at, self._header, self._closes = at, header, closes
-        self._quotes, self._escapes = tuple(quotes), escapes
-        self._name = ""
-        self._extent: Extent | None = None
-        self._found: tuple[str, str] | None = None
-        self._end = 0
-
-    def read(self, text: str, is_last: bool) -> FoundCalls | None:
-        """Return calls, or ``MORE``; raise ``NoCall``."""
-        if self._extent is None:
-            brace = text.find("{", self._at, self._at + MAX_HEADER)
-            if brace < 0:
-                if is_last or len(text) >= self._at + MAX_HEADER:
-                    raise NoCall("no arguments")
-                return MORE
-            found = self._header.fullmatch(text, self._at, brace)
-            if found is None:
-                raise NoCall("no name")
-            self._name, self._at = found["name"], brace
-            self._extent = Extent(brace, self._quotes, escapes=self._escapes)
-        if self._found is None:
-            end = self._extent.end(text)
-            if end is None:
-                if is_last:
-                    raise NoCall("arguments that do not end")
-                return MORE
-            self._found = self._name, self._arguments(text[:end], self._at)
-            self._end = end
-        behind = after_closes(text, self._end, self._closes, is_last)
-        return MORE if behind is None else FoundCalls([self._found], behind)
-
-    def _arguments(self, text: str, brace: int) -> str:
-        """Return the arguments as JSON; the text ends with their braces."""
-        raise NotImplementedError
+    while (brace := written.text.find("{", at, at + MAX_HEADER)) < 0:
+        if written.is_last or len(written.text) >= at + MAX_HEADER:
+            raise NoCall("no arguments")
+        yield
+    found = header.fullmatch(written.text, at, brace)
+    if found is None:
+        raise NoCall("no name")
+    end = yield from _end_of(written, Extent(brace, (quote,), escapes))
+    call = found["name"], arguments(written.text[:end], brace)
+    return (yield from _closed(written, [call], end, closes))
 
 
-class NamedReader(BracedReader):
-    """A name, a word, and an object: ``name[ARGS]{...}``; see ``BracedReader``."""
+def named_calls(
+    written: Written, at: int, header: re.Pattern[str], closes: Sequence[str] = ()
+) -> Reading:
+    """Read a name, a word, and an object: ``name[ARGS]{...}``; ``closes`` may follow."""
 
-    def __init__(self, at: int, header: re.Pattern[str], closes: Sequence[str] = ()) -> None:
-        super().__init__(at, header, ('"',), True, closes)
-
-    def _arguments(self, text: str, brace: int) -> str:
+    def arguments(text: str, brace: int) -> str:
         return dump_json(load_json(text[brace:]))
+
+    return _braced(written, at, header, arguments, closes)
+
+
+def key_value_calls(written: Written, at: int, quote: str, closes: Sequence[str] = ()) -> Reading:
+    """Read ``call:name{key:value,...}``, whose strings are between two ``quote``, tokens."""
+
+    def arguments(text: str, brace: int) -> str:
+        try:
+            return dump_json(read_arguments(text, brace + 1, "}", ":", (quote,), False)[0])
+        except ValueError as error:
+            raise NoCall(str(error)) from None
+
+    return _braced(written, at, _CALL, arguments, closes, quote, escapes=False)
 
 
 _CALL = re.compile(r"\s*call:(?P<name>[\w.\-]+)")
@@ -501,300 +487,204 @@ _BEFORE_TAG = re.compile(r"\n?(?:</parameter>)?[ \t\r\n]*")
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"')
 
 
-def _tag(text: str, at: int, is_last: bool) -> tuple[str, int] | None:
-    """Return what stands up to the end of a tag, and where it ends; ``MORE``; raise ``NoCall``."""
-    found = _TAG.match(text, at)
-    end = at if found is None else found.end()
-    if found is not None and text.startswith(">", end):
-        return found[0], end + 1
-    if end == len(text) and not is_last:
-        return MORE
-    raise NoCall("a tag without a name")
+def _tag(written: Written, at: int) -> _Waiting[tuple[str, int]]:
+    """Return what stands up to the end of a tag, and where it ends; raise ``NoCall``."""
+    while True:
+        found = _TAG.match(written.text, at)
+        end = at if found is None else found.end()
+        if found is not None and written.text.startswith(">", end):
+            return found[0], end + 1
+        if end < len(written.text) or written.is_last:
+            raise NoCall("a tag without a name")
+        yield
 
 
-class TaggedReader:
-    """``<function=name>``, ``<parameter=key>value</parameter>`` and ``</function>``, or JSON.
+def tagged_calls(
+    written: Written,
+    at: int,
+    schemas: Mapping[str, Mapping[str, Any]],
+    closes: Sequence[str] = (),
+) -> Reading:
+    """Read ``<function=name>``, ``<parameter=key>value</parameter>``, ``</function>``; or JSON.
 
-    Values are text. ``schemas``, each tool's by its name, say which are of another type. A value
-    ends as ``VALUE_END`` says, but not within JSON that it is, nor within a text of its ``enum``.
+    Values are text. ``schemas``, each tool's by its name, say which are of another type.
     """
-
-    def __init__(
-        self,
-        at: int,
-        schemas: Mapping[str, Mapping[str, Any]],
-        closes: Sequence[str] = (),
-        names: Collection[str] | None = None,
-        is_bare: bool = False,
-    ) -> None:
-        self._at, self._schemas, self._closes = at, schemas, closes
-        self._json = JsonReader(at, closes, names, is_bare)
-        self._is_tagged = False
-        self._name: str | None = None
-        self._schema: Mapping[str, Any] = {}
-        self._known: Mapping[str, Any] = {}  # the schemas of its keys
-        self._key: str | None = None  # whose value is being read
-        self._sought = 0
-        self._extent: Extent | None = None  # of JSON that is the value
-        self._json_end: int | None = None
-        self._values: dict[str, Any] = {}
-        self._found: tuple[str, str] | None = None
-
-    def read(self, text: str, is_last: bool) -> FoundCalls | None:
-        """Return calls, or ``MORE``; raise ``NoCall``."""
-        if not self._is_tagged:
-            at = skip_space(text, self._at)
-            is_it = begins(text, at, "<function=", is_last)
-            if is_it is None:
-                return MORE
-            if not is_it:
-                return self._json.read(text, is_last)
-            self._is_tagged, self._at = True, at + len("<function=")
-        if self._name is None:
-            tag = _tag(text, self._at, is_last)
-            if tag is None:
-                return MORE
-            self._name, self._at = tag[0].strip(), tag[1]
-            self._schema = self._schemas.get(self._name, {})
-            self._known = properties_of(resolved(self._schema, self._schema))
-        while self._found is None:
-            read_on = self._before_key if self._key is None else self._within_value
-            if not read_on(text, is_last):
-                return MORE
-        behind = after_closes(text, self._at, self._closes, is_last)
-        return MORE if behind is None else FoundCalls([self._found], behind)
-
-    def _before_key(self, text: str, is_last: bool) -> bool:
-        """Read a key, or the end of the call; return False for ``MORE``."""
-        self._at = skip_space(text, self._at)
+    start = yield from _after(written, at)
+    if not (yield from _begins(written, start, "<function=")):
+        return (yield from json_calls(written, at, closes))
+    tag, at = yield from _tag(written, start + len("<function="))
+    name, values = tag.strip(), dict[str, Any]()
+    while not values or at < len(written.text):  # the end of the answer may end the last value
+        at = yield from _after(written, at)
         for word in ("<parameter=", "</function>", "</tool_call>"):
-            is_it = begins(text, self._at, word, is_last)
-            if is_it is None:
-                return False
-            if is_it:
+            if (yield from _begins(written, at, word)):
                 break
         else:
             raise NoCall("no parameter")
-        if word == "<parameter=":
-            tag = _tag(text, self._at + len(word), is_last)
-            if tag is None:
-                return False
-            self._key, self._at = self._key_of(tag[0]), tag[1]
-            self._sought, self._extent, self._json_end = self._at, None, None
-            return True
-        if word == "</function>":
-            self._at += len(word)
-        self._found = self._name or "", dump_json(self._values)
-        return True
+        if word != "<parameter=":
+            at += len(word) if word == "</function>" else 0
+            break
+        tag, at = yield from _tag(written, at + len(word))
+        at = yield from _TaggedValue(written, tag, values, schemas.get(name, {})).read(at)
+    return (yield from _closed(written, [(name, dump_json(values))], at, closes))
 
-    def _within_value(self, text: str, is_last: bool) -> bool:
-        """Read a value; return False for ``MORE``."""
-        if self._at == len(text) and not is_last:
-            return False
-        start = self._at + text.startswith("\n", self._at)
-        self._sought = max(self._sought, start)
-        while (found := _VALUE_END.search(text, self._sought)) is not None:
-            is_end = self._is_end(text, found, is_last)
-            beyond = self._beyond(text, start, found.start(), is_last) if is_end else None
-            if is_end is None or (is_end and beyond is None):
-                return False
-            self._sought = found.start() + 1 if beyond is None else beyond
-            if beyond == found.start():
+
+class _TaggedValue:
+    """Reads a value between tags, and puts it to others.
+
+    It ends as ``VALUE_END`` says, but not within JSON that it is, nor within a text of its
+    ``enum``.
+    """
+
+    def __init__(
+        self, written: Written, tag: str, values: dict[str, Any], schema: Mapping[str, Any]
+    ) -> None:
+        self._written, self._values, self._schema = written, values, schema
+        self._known = properties_of(resolved(schema, schema))
+        self._key = self._key_of(tag)
+        self._json_end: int | None = None  # of JSON that is the value
+
+    def _key_of(self, tag: str) -> str:
+        return tag if tag in self._known else tag.strip()
+
+    def read(self, at: int) -> _Waiting[int]:
+        """Read the value; return where a tag follows, or the text ends."""
+        written = self._written
+        while at == len(written.text) and not written.is_last:
+            yield
+        sought = start = at + written.text.startswith("\n", at)
+        while True:
+            found = _VALUE_END.search(written.text, sought)
+            if found is not None:
+                sought = found.start() + 1
+                if (yield from self._may_end(found)):
+                    sought = yield from self._end_beyond(start, found.start())
+                    if sought == found.start():
+                        break
+            elif written.is_last:
+                found = _LAST_END.search(written.text, self._json_end or start)
+                if found is None:
+                    raise NoCall("a value that does not end")
                 break
-        else:
-            found = _LAST_END.search(text, self._json_end or start) if is_last else None
-        if found is None:
-            if is_last:
-                raise NoCall("a value that does not end")
-            self._sought = max(self._sought, len(text) - _MOST_END)
-            return False
-        assert self._key is not None
-        self._values[self._key] = typed_value(text[start : found.start()], self._schema, self._key)
-        before = _BEFORE_TAG.match(text, found.start())
+            else:
+                sought = max(sought, len(written.text) - _MOST_END)
+                yield
+        text = written.text[start : found.start()]
+        self._values[self._key] = typed_value(text, self._schema, self._key)
+        before = _BEFORE_TAG.match(written.text, found.start())
         assert before is not None
-        self._key, self._at = None, before.end()
-        if self._at == len(text):  # at the end of the answer
-            self._found = self._name or "", dump_json(self._values)
-        return True
+        return before.end()
 
-    def _is_end(self, text: str, found: re.Match[str], is_last: bool) -> bool | None:
-        """Whether a value may end there; False before the tag of a key that may not follow."""
+    def _may_end(self, found: re.Match[str]) -> _Waiting[bool]:
+        """Return False before the tag of a key that may not follow."""
         if not found[0].endswith("="):
             return True
         try:
-            tag = _tag(text, found.end(), is_last)
+            tag, _ = yield from _tag(self._written, found.end())
         except NoCall:
             return False
-        if tag is None:
-            return MORE
-        key = self._key_of(tag[0])
+        key = self._key_of(tag)
         if key == self._key or key in self._values:
             return False
         return "</parameter>" in found[0] or not self._known or key in self._known
 
-    def _beyond(self, text: str, start: int, end: int, is_last: bool) -> int | None:
-        """Return the earliest end of a value that seems to end at ``end``, or ``MORE``."""
-        schema = self._known.get(self._key or "")
+    def _end_beyond(self, start: int, end: int) -> _Waiting[int]:
+        """Return the earliest end of a value that seems to end at ``end``."""
+        schema, written = self._known.get(self._key), self._written
         if schema is None:
             return end
         if allowed_types(schema, self._schema) != {"string"}:
-            return self._behind_json(text, start, end, is_last)
+            if self._json_end is None:
+                self._json_end = yield from self._end_of_json(start, end)
+            return max(end, self._json_end)
         choices = choices_of(resolved(schema, self._schema)) or ()
         texts = [choice for choice in choices if isinstance(choice, str)]
         for choice in sorted(texts, key=len, reverse=True):
             behind = start + len(choice)
             if behind <= end:
                 break
-            if text.startswith(choice, start):
-                end_tag = _VALUE_END.match(text, behind)
-                if end_tag is not None and end_tag[0].lstrip().startswith("</parameter>"):
+            while choice.startswith(written.text[start:behind]):
+                is_whole = len(written.text) >= behind
+                tag = _VALUE_END.match(written.text, behind) if is_whole else None
+                if tag is not None and tag[0].lstrip().startswith("</parameter>"):
                     return behind
-                if not is_last and len(text) < behind + _MOST_END:
-                    return MORE
-            elif not is_last and choice.startswith(text[start:]):
-                return MORE
+                if written.is_last or len(written.text) >= behind + _MOST_END:
+                    break
+                yield
         return end
 
-    def _behind_json(self, text: str, start: int, end: int, is_last: bool) -> int | None:
-        if self._json_end is None:
-            at = skip_space(text, start)
-            self._json_end = end
-            behind: int | None = end
-            if text.startswith('"', at):
-                string = _STRING.match(text, at)
+    def _end_of_json(self, start: int, end: int) -> _Waiting[int]:
+        """Return the end of JSON that goes beyond ``end``, or ``end``."""
+        written, at = self._written, (yield from _after(self._written, start))
+        extent, behind, is_last = Extent(at, ('"',)), None, False
+        while behind is None and not is_last:
+            is_last = written.is_last
+            if written.text.startswith('"', at):
+                string = _STRING.match(written.text, at)
                 behind = None if string is None else string.end()
-                is_last = is_last or text.find("\n", at) >= 0
-            elif text.startswith(("{", "["), at):
-                self._extent = self._extent or Extent(at, ('"',))
+                is_last = is_last or written.text.find("\n", at) >= 0
+            elif written.text.startswith(("{", "["), at):
                 try:
-                    behind = self._extent.end(text)
+                    behind = extent.end(written.text)
                 except NoCall:
                     return end
+            else:
+                return end
             if behind is None and not is_last:
-                self._json_end = None
-                return MORE
-            if behind is not None and behind > end and is_json(text[at:behind]):
-                self._json_end = behind
-        return max(end, self._json_end)
-
-    def _key_of(self, text: str) -> str:
-        return text if text in self._known else text.strip()
+                yield
+        if behind is not None and behind > end and is_json(written.text[at:behind]):
+            return behind
+        return end
 
 
-class PythonicReader:
-    """Calls as Python writes them: ``[f(a=1), g(b="x")]``, or lines of them up to ``until``.
+def python_calls(
+    written: Written,
+    at: int,
+    closes: Sequence[str] = (),
+    until: str = "",
+    names: Collection[str] | None = None,
+) -> Reading:
+    """Read calls as Python writes them: ``[f(a=1), g(b="x")]``, or lines of them up to ``until``.
 
     Each call must have one of ``names``, if there are any; words of ``closes`` may follow.
     """
-
-    def __init__(
-        self,
-        at: int,
-        closes: Sequence[str] = (),
-        until: str = "",
-        names: Collection[str] | None = None,
-    ) -> None:
-        self._at, self._closes, self._names = at, closes, names
-        self._is_open, self._until = bool(until), until or "]"
-        self._extent: Extent | None = None  # of the arguments of the call that is being read
-        self._name = ""
-        self._calls: list[tuple[str, str]] = []
-        self._has_ended = False
-
-    def read(self, text: str, is_last: bool) -> FoundCalls | None:
-        """Return calls, or ``MORE``; raise ``NoCall``."""
-        if not self._is_open:
-            self._at = skip_space(text, self._at)
-            if self._at == len(text) and not is_last:
-                return MORE
-            if not text.startswith("[", self._at):
-                raise NoCall("no list")
-            self._is_open, self._at = True, self._at + 1
-        while not self._has_ended:
-            if not (self._between(text, is_last) if self._extent is None else self._call(text)):
-                if is_last:
-                    raise NoCall("calls that do not end")
-                return MORE
-        behind = after_closes(text, self._at, self._closes, is_last)
-        return MORE if behind is None else FoundCalls(self._calls, behind)
-
-    def _between(self, text: str, is_last: bool) -> bool:
-        """Read a name, or the end; return False for ``MORE``."""
-        space = _BETWEEN.match(text, self._at)
-        assert space is not None
-        self._at = space.end()
-        is_end = begins(text, self._at, self._until, is_last)
-        if is_end is None:
-            return False
-        if is_end:
-            if not self._calls:
+    if not until:
+        at = yield from _after(written, at)
+        if not written.text.startswith("[", at):
+            raise NoCall("no list")
+        until, at = "]", at + 1
+    calls: list[tuple[str, str]] = []
+    while True:
+        at = yield from _after(written, at, _BETWEEN)
+        if (yield from _begins(written, at, until)):
+            if not calls:
                 raise NoCall("no call")
-            self._has_ended, self._at = True, self._at + len(self._until)
-            return True
-        name = _NAME.match(text, self._at)
-        if name is not None and name.end() == len(text) and not is_last:
-            return False
-        if name is None or not text.startswith("(", name.end()):
+            return (yield from _closed(written, calls, at + len(until), closes))
+        while (name := _NAME.match(written.text, at)) is not None:
+            if name.end() < len(written.text) or written.is_last:
+                break
+            yield
+        if name is None or not written.text.startswith("(", name.end()):
             raise NoCall("no call")
-        if self._names is not None and name[0] not in self._names:
+        if names is not None and name[0] not in names:
             raise NoCall("no tool")
-        self._name, self._at = name[0], name.end()
-        self._extent = Extent(self._at, _QUOTES)
-        return True
-
-    def _call(self, text: str) -> bool:
-        """Read the arguments of a call; return False for ``MORE``."""
-        assert self._extent is not None
-        end = self._extent.end(text)
-        if end is None:
-            return False
+        at = yield from _end_of(written, Extent(name.end(), _QUOTES))
         try:
-            found, behind = read_arguments(text[:end], self._at + 1, ")", "=", _QUOTES)
+            found, behind = read_arguments(written.text[:at], name.end() + 1, ")", "=", _QUOTES)
         except ValueError as error:
             raise NoCall(str(error)) from None
-        if behind != end:
+        if behind != at:
             raise NoCall("brackets that do not fit")
-        self._calls.append((self._name, dump_json(found)))
-        self._extent, self._at = None, end
-        return True
+        calls.append((name[0], dump_json(found)))
 
 
-class FencedReader:
-    """A block of Markdown: JSON of calls, or calls as Python writes them, of tools in ``names``."""
-
-    def __init__(self, at: int, names: Collection[str] | None) -> None:
-        self._at, self._names = at, names
-        self._reader: JsonReader | PythonicReader | None = None
-
-    def read(self, text: str, is_last: bool) -> FoundCalls | None:
-        """Return calls, or ``MORE``; raise ``NoCall``."""
-        if self._reader is None:
-            self._at = skip_space(text, self._at)
-            if self._at == len(text) and not is_last:
-                return MORE
-            if text.startswith(("{", "["), self._at):
-                self._reader = JsonReader(self._at, (), self._names, True)
-            else:
-                self._reader = PythonicReader(self._at, (), "```", self._names)
-        found = self._reader.read(text, is_last)
-        if found is None or isinstance(self._reader, PythonicReader):
-            return found
-        end = skip_space(text, found.end)
-        is_end = begins(text, end, "```", is_last)
-        if is_end is False:
-            raise NoCall("no end of the block")
-        return FoundCalls(found.calls, end + 3) if is_end else MORE
-
-
-class KeyValueReader(BracedReader):
-    """``call:name{key:value,...}``, whose strings are between two ``quote``, which are tokens."""
-
-    def __init__(self, at: int, quote: str, closes: Sequence[str] = ()) -> None:
-        super().__init__(at, _CALL, (quote,), False, closes)
-
-    def _arguments(self, text: str, brace: int) -> str:
-        try:
-            arguments, _ = read_arguments(text, brace + 1, "}", ":", self._quotes, False)
-        except ValueError as error:
-            raise NoCall(str(error)) from None
-        return dump_json(arguments)
+def fenced_calls(written: Written, at: int, names: Collection[str] | None) -> Reading:
+    """Read a block of Markdown: calls in JSON, or as Python writes them, of tools in ``names``."""
+    at = yield from _after(written, at)
+    if not written.text.startswith(("{", "["), at):
+        return (yield from python_calls(written, at, (), "```", names))
+    found = yield from json_calls(written, at, (), names, True)
+    end = yield from _after(written, found.end)
+    if not (yield from _begins(written, end, "```")):
+        raise NoCall("no end of the block")
+    return FoundCalls(found.calls, end + 3)
