@@ -52,15 +52,10 @@ inline constexpr const char* kSql[] = {
   " used_ms INTEGER NOT NULL, expires_ms INTEGER NOT NULL, pinned INTEGER NOT NULL,"    \
   " keys BLOB NOT NULL);"
 
-// Stores of former versions get them when they are opened to be written.
-constexpr const char* kUnsyncedTables =
-    "CREATE TABLE IF NOT EXISTS unsynced_areas" LMD_COLUMNS_OF_AREAS
-    "CREATE TABLE IF NOT EXISTS unsynced_boot (id INTEGER PRIMARY KEY CHECK (id = 0),"
-    " boot BLOB NOT NULL);";
-
 constexpr const char* kSchema =
     "CREATE TABLE superblock (id INTEGER PRIMARY KEY CHECK (id = 0), content BLOB NOT NULL);"
-    "CREATE TABLE areas" LMD_COLUMNS_OF_AREAS
+    "CREATE TABLE areas" LMD_COLUMNS_OF_AREAS "CREATE TABLE unsynced_areas" LMD_COLUMNS_OF_AREAS
+    "CREATE TABLE unsynced_boot (id INTEGER PRIMARY KEY CHECK (id = 0), boot BLOB NOT NULL);"
     "CREATE INDEX areas_by_sequence ON areas (sequence);"
     "CREATE TABLE sessions (root BLOB NOT NULL, name BLOB NOT NULL, tenant INTEGER NOT NULL,"
     " updated_ms INTEGER NOT NULL, num_tokens INTEGER NOT NULL, digest BLOB NOT NULL,"
@@ -197,7 +192,6 @@ IndexDatabase::IndexDatabase(FileSystem& file_system, const std::string& path, b
                            std::to_string(id) + ", version " + std::to_string(version) + ")");
     }
     if (!readonly) {
-      execute(kUnsyncedTables);
       for (const char* sql : kSql) statements_.push_back(std::make_unique<Statement>(*this, sql));
     }
     changed();
@@ -480,9 +474,8 @@ void IndexDatabase::copy_to(const std::string& path) {
     code = sqlite3_errcode(target);
   }
   if (code == SQLITE_OK) {  // copies the slots of the durable index
-    code = sqlite3_exec(target,
-                        "DROP TABLE IF EXISTS unsynced_areas; DROP TABLE IF EXISTS unsynced_boot",
-                        nullptr, nullptr, nullptr);
+    code = sqlite3_exec(target, "DELETE FROM unsynced_areas; DELETE FROM unsynced_boot", nullptr,
+                        nullptr, nullptr);
   }
   const std::string what = code == SQLITE_OK ? "" : sqlite3_errmsg(target);
   sqlite3_close_v2(target);
