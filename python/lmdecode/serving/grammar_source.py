@@ -309,11 +309,15 @@ class FieldError(ValueError):
         self.param, self.sentence = param, f"{param}{between}{message}"
 
 
+def _check_type(param: str, value: Any, kind: Any, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise FieldError(param, f"is of type {type(value).__name__}; expected {expected}")
+
+
 def _text(param: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise FieldError(param, f"is of type {type(value).__name__}; expected a string")
+    _check_type(param, value, str, "a string")
     check_text("the grammar", value)
-    return value
+    return str(value)
 
 
 def _regex(param: str, value: Any) -> GrammarSource:
@@ -333,9 +337,8 @@ def _schema(param: str, value: Any) -> GrammarSource:
 
 
 def _switch(param: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise FieldError(param, f"is of type {type(value).__name__}; expected a bool")
-    return value
+    _check_type(param, value, bool, "a bool")
+    return bool(value)
 
 
 def _choice(param: str, value: Any) -> GrammarSource:
@@ -343,8 +346,7 @@ def _choice(param: str, value: Any) -> GrammarSource:
 
 
 def _response_format(param: str, value: Any) -> GrammarSource | None:
-    if not isinstance(value, Mapping):
-        raise FieldError(param, f"is of type {type(value).__name__}; expected an object")
+    _check_type(param, value, Mapping, "an object")
     kind = value.get("type")
     if kind == "text":
         return None
@@ -356,12 +358,9 @@ def _response_format(param: str, value: Any) -> GrammarSource | None:
         if named is None and "schema" in value:
             return _within(f"{param}.schema", value["schema"], _schema)
         where = f"{param}.json_schema"
-        if not isinstance(named, Mapping):
-            raise FieldError(where, f"is of type {type(named).__name__}; expected an object")
+        _check_type(where, named, Mapping, "an object")
         strict = named.get("strict")
-        if strict is not None and not isinstance(strict, bool):
-            kind = type(strict).__name__
-            raise FieldError(f"{where}.strict", f"is of type {kind}; expected a bool")
+        _check_type(f"{where}.strict", strict, bool | None, "a bool")
         if "schema" not in named:
             raise FieldError(f"{where}.schema", "is missing; expected a JSON schema")
         return _within(
@@ -379,8 +378,7 @@ def _response_format(param: str, value: Any) -> GrammarSource | None:
 
 
 def _structured_outputs(param: str, value: Any) -> GrammarSource | None:
-    if not isinstance(value, Mapping):
-        raise FieldError(param, f"is of type {type(value).__name__}; expected an object")
+    _check_type(param, value, Mapping, "an object")
     on = [value.get(n) is not None and _switch(f"{param}.{n}", value[n]) for n in _SWITCHES]
     options = {"is_closed": on[0], **({"space": ""} if on[1] else {})}
 

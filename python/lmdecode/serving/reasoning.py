@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
+from lmdecode.serving.text_stream import held
+from lmdecode.serving.tool_readers import Written
 from lmdecode.serving.tools import tokens_of_words, words_of
 
 __all__ = ["ReasoningDelta", "ReasoningFormat", "ReasoningParser"]
@@ -19,14 +21,28 @@ class ReasoningDelta(NamedTuple):
     text: str
 
 
-class ReasoningParser(Protocol):
-    """Thoughts and answer of a text as it comes. All pieces together are what ``parse`` gives."""
+_Pieces = Iterator[ReasoningDelta | None]
+
+
+class ReasoningParser:
+    """Thoughts and answer of a text as it comes. All pieces together are what ``parse`` gives.
+
+    ``read`` yields pieces of what is written so far, which it takes away, and None for more text.
+    """
+
+    def __init__(self, read: Callable[[Written], _Pieces]) -> None:
+        self._written = Written()
+        self._pieces = read(self._written)
 
     def push(self, text: str) -> list[ReasoningDelta]:
         """Take the next piece of text; return the certain part."""
+        self._written.text += text
+        return list(iter(self._pieces.__next__, None))
 
     def finish(self) -> list[ReasoningDelta]:
         """Return the rest, when there is no more text."""
+        self._written.is_last = True
+        return self.push("")
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,9 @@ class ReasoningFormat:
 
     def stream(self, starts_inside: bool = False) -> ReasoningParser:
         """Return a parser of one text as it comes; ``starts_inside``: it begins within thoughts."""
-        return _Channels() if self.name == "harmony" else _Tags(self, starts_inside)
+        if self.name == "harmony":
+            return ReasoningParser(_between_channels)
+        return ReasoningParser(lambda written: _between_tags(written, self, starts_inside))
 
     def grammar_prefix(self, starts_inside: bool) -> str:
         """Return rules of Lark for the text before an answer: see ``GrammarCompiler.compile``.
@@ -116,75 +134,58 @@ class ReasoningFormat:
         return thoughts or None, content
 
 
-class _Tags:
-    """Thoughts between two words, once, at the beginning of a text."""
-
-    def __init__(self, format: ReasoningFormat, starts_inside: bool = False) -> None:
-        self._format = format
-        self._is_inside = starts_inside
-        self._has_answer = False
-        self._text = ""
-        self._space = ""
-        self._has_given = False  # something of the present part
-        self._is_opened = False  # by the word within the thoughts, which is passed over once
-
-    def push(self, text: str) -> list[ReasoningDelta]:
-        """Take the next piece of text; return the certain part."""
-        self._text += text
-        return self._run(False)
-
-    def finish(self) -> list[ReasoningDelta]:
-        """Return the rest, when there is no more text."""
-        return self._run(True)
-
-    def _run(self, is_last: bool) -> list[ReasoningDelta]:
-        deltas: list[ReasoningDelta] = []
-        while not self._has_answer:
-            if self._is_inside:
-                if not self._until_close(deltas, is_last):
-                    return deltas
-                self._is_inside, self._has_answer = False, True
-                self._space, self._has_given = "", False
-                continue
-            start = self._text.lstrip()
-            if start.startswith(self._format.open):
-                self._text = start[len(self._format.open) :]
-                self._is_inside = True
-            elif self._format.open.startswith(start) and not is_last:
-                return deltas
-            else:
-                self._has_answer, self._has_given = True, True  # its space is its own
-        text, self._text = self._text, ""
-        if not self._has_given:
+def _between_tags(written: Written, format: ReasoningFormat, is_inside: bool) -> _Pieces:
+    """Read thoughts between two words, once, at the beginning of a text."""
+    while not is_inside:
+        start = written.text.lstrip()
+        if start.startswith(format.open):
+            written.text, is_inside = start[len(format.open) :], True
+        elif format.open.startswith(start) and not written.is_last:
+            yield None
+        else:
+            break
+    has_given = not is_inside  # the space of an answer without thoughts is its own
+    if is_inside:
+        yield from _thoughts(written, format)
+    while True:
+        text, written.text = written.text, ""
+        if not has_given:
             text = text.lstrip()
         if text:
-            self._has_given = True
-            deltas.append(ReasoningDelta("content", text))
-        return deltas
+            has_given = True
+            yield ReasoningDelta("content", text)
+        yield None
 
-    def _until_close(self, deltas: list[ReasoningDelta], is_last: bool) -> bool:
-        """Give thoughts; return whether they have ended."""
-        close = self._format.close
-        if not self._has_given:
-            self._text = self._text.lstrip()
-        if not self._has_given and not self._is_opened:
-            if not is_last and self._format.open.startswith(self._text) and self._text:
-                return False
-            if self._text.startswith(self._format.open):  # written once more
-                self._is_opened = True
-                self._text = self._text[len(self._format.open) :].lstrip()
-        end = self._text.find(close)
-        count = end if end >= 0 else len(self._text) - (0 if is_last else _held(self._text, close))
-        text, self._text = self._space + self._text[:count], self._text[count:]
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        if kept:
-            self._has_given = True
-            deltas.append(ReasoningDelta("reasoning", kept))
+
+def _thoughts(written: Written, format: ReasoningFormat) -> _Pieces:
+    """Read thoughts up to the word that closes them."""
+    space, has_given = "", False
+    is_opened = False  # by the word within the thoughts, which is passed over once
+    while True:
+        if not has_given:
+            written.text = written.text.lstrip()
+            if not is_opened:
+                if not written.is_last and written.text and format.open.startswith(written.text):
+                    yield None
+                    continue
+                if written.text.startswith(format.open):  # written once more
+                    is_opened = True
+                    written.text = written.text[len(format.open) :].lstrip()
+        end = written.text.find(format.close)
+        count = end
         if end < 0:
-            return False
-        self._text = self._text[len(close) :]
-        return True
+            count = len(written.text)
+            count -= 0 if written.is_last else held(written.text, (format.close,))
+        text, written.text = space + written.text[:count], written.text[count:]
+        kept = text.rstrip()
+        space = text[len(kept) :]
+        if kept:
+            has_given = True
+            yield ReasoningDelta("reasoning", kept)
+        if end >= 0:
+            written.text = written.text[len(format.close) :]
+            return
+        yield None
 
 
 _MESSAGE = "<|message|>"
@@ -194,96 +195,53 @@ _BEGINNING = ("<|start|>", "<|channel|>", "to=")
 _MAX_HEADER = 400
 
 
-class _Channels:
-    """Messages with a header that names their channel; calls of tools are content as they are."""
-
-    def __init__(self) -> None:
-        self._text = ""
-        self._kind: Literal["reasoning", "content"] | None = None  # None: in a header
-        self._is_call = False
-        self._given: set[str] = set()  # kinds
-        self._is_new = False
-
-    def push(self, text: str) -> list[ReasoningDelta]:
-        """Take the next piece of text; return the certain part."""
-        self._text += text
-        return self._run(False)
-
-    def finish(self) -> list[ReasoningDelta]:
-        """Return the rest, when there is no more text."""
-        return self._run(True)
-
-    def _run(self, is_last: bool) -> list[ReasoningDelta]:
-        deltas: list[ReasoningDelta] = []
-        while self._kind is not None or self._read_header(is_last):
-            if not self._read_body(deltas, is_last):
-                break
-        return deltas
-
-    def _read_header(self, is_last: bool) -> bool:
-        """Read a header; return whether a message begins."""
-        start = self._text.lstrip()
-        if not start:
-            return False
-        if not start.startswith(_BEGINNING):
-            if not is_last and any(word.startswith(start) for word in _BEGINNING):
-                return False
-            self._begin("content")
-            return True
-        end = start.find(_MESSAGE)
+def _between_channels(written: Written) -> _Pieces:
+    """Read messages with a header that names their channel; calls of tools are content."""
+    given: set[str] = set()  # kinds
+    while True:
+        start = written.text.lstrip()
+        is_begun = start.startswith(_BEGINNING)
+        end = start.find(_MESSAGE) if is_begun else -1
         if end < 0:
-            if not is_last and len(start) < _MAX_HEADER:
-                return False
-            if is_last and len(start) < _MAX_HEADER:  # it was cut off
-                self._text = ""
-                return False
-            self._begin("content")
-            return True
-        header, self._text = start[:end], start[end + len(_MESSAGE) :]
-        name = re.search(r"to=functions\.([\w.\-]+)", header)
-        if name is not None:
-            self._begin("content")
-            self._is_call = True
-            self._text = f"<|channel|>commentary to=functions.{name[1]}{_MESSAGE}" + self._text
-        else:
-            self._begin("reasoning" if "<|channel|>analysis" in header else "content")
-        return True
-
-    def _begin(self, kind: Literal["reasoning", "content"]) -> None:
-        self._kind, self._is_call, self._is_new = kind, False, True
-
-    def _read_body(self, deltas: list[ReasoningDelta], is_last: bool) -> bool:
-        """Give a message's text; return whether it has ended."""
-        assert self._kind is not None
-        # The header of a call has been put before it, and a text without one may begin with none.
-        begin = min(1, len(self._text)) if self._is_new else 0
-        found = _ENDS.search(self._text, begin)
-        if found is not None:
-            count = found.start()
-        else:
-            held = 0 if is_last else max(_held(self._text, word) for word in _ENDING)
-            count = len(self._text) - held
-        text, self._text = self._text[:count], self._text[count:]
-        if text:
-            if self._is_new and self._kind in self._given and not self._is_call:
-                text = "\n" + text
-            self._given.add(self._kind)
-            self._is_new = False
-            deltas.append(ReasoningDelta(self._kind, text))
-        if found is None:
-            return False
+            is_cut = is_begun and len(start) < _MAX_HEADER
+            may_begin = any(word.startswith(start) for word in _BEGINNING)
+            if not start or is_cut or (may_begin and not written.is_last):
+                if is_cut and written.is_last:
+                    written.text = ""
+                yield None
+                continue
+        kind: Literal["reasoning", "content"] = "content"
+        is_call = False
+        if end >= 0:
+            header, written.text = start[:end], start[end + len(_MESSAGE) :]
+            name = re.search(r"to=functions\.([\w.\-]+)", header)
+            if name is not None:
+                is_call = True
+                header = f"<|channel|>commentary to=functions.{name[1]}{_MESSAGE}"
+                written.text = header + written.text
+            elif "<|channel|>analysis" in header:
+                kind = "reasoning"
+        is_new = True
+        while True:
+            # The header of a call has been put before it; a text without one may begin with none.
+            found = _ENDS.search(written.text, min(1, len(written.text)) if is_new else 0)
+            if found is not None:
+                count = found.start()
+            else:
+                count = len(written.text)
+                count -= 0 if written.is_last else held(written.text, _ENDING)
+            text, written.text = written.text[:count], written.text[count:]
+            if text:
+                if is_new and kind in given and not is_call:
+                    text = "\n" + text
+                given.add(kind)
+                is_new = False
+                yield ReasoningDelta(kind, text)
+            if found is not None:
+                break
+            yield None
         if found[0] in ("<|end|>", "<|return|>", "<|call|>"):
-            self._text = self._text[len(found[0]) :]
-        self._kind = None
-        return True
-
-
-def _held(text: str, word: str) -> int:
-    """Return how many last characters may begin a word."""
-    for count in range(min(len(word) - 1, len(text)), 0, -1):
-        if word.startswith(text[-count:]):
-            return count
-    return 0
+            written.text = written.text[len(found[0]) :]
 
 
 def _tags(name: str, open: str, close: str) -> ReasoningFormat:

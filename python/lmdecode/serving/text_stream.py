@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["CLEAN_UP", "ByteTable", "Stage", "TextReplace", "added_words", "stages_of"]
+__all__ = ["CLEAN_UP", "ByteTable", "Stage", "TextReplace", "added_words", "held", "stages_of"]
 
 #: What transformers replaces in a text that is cleaned up, one after the other.
 CLEAN_UP = (
@@ -22,6 +22,13 @@ CLEAN_UP = (
 )  # fmt: skip
 _BYTE = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
 _UNKNOWN = "\ufffd"
+
+
+def held(text: str, words: Iterable[str]) -> int:
+    """Return how many last characters of a text may begin one of some words."""
+    return max(
+        (n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0
+    )
 
 
 class Stage(Protocol):
@@ -166,9 +173,7 @@ class TextReplace:
             found += [text[at:place], self._new]
             at = place + len(old)
         rest = text[at:]
-        keep = next(
-            (n for n in range(min(len(old) - 1, len(rest)), 0, -1) if old.startswith(rest[-n:])), 0
-        )
+        keep = held(rest, (old,))
         self._held = rest[len(rest) - keep :]
         return [*found, rest[: len(rest) - keep]]
 

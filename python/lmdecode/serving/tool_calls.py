@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from lmdecode.serving.grammar_source import GrammarSource
+from lmdecode.serving.text_stream import held
 from lmdecode.serving.tool_readers import (
     FoundCalls,
     NoCall,
@@ -189,7 +190,7 @@ class StreamingToolParser:
             reader = self._format.markers[found[0]]
             self._reading = reader(self._written, self._marker, self._schemas, self._names)
             return True
-        end = len(self._text) - self._held()
+        end = len(self._text) - held(self._text, self._format.markers)
         if is_last and (not is_cut or (self._text[end:].isalpha() and (end or self._has_content))):
             end = len(self._text)  # of words, "f" may begin "functools"
         self._put(deltas, end)
@@ -197,16 +198,6 @@ class StreamingToolParser:
             deltas.append(ContentDelta(self._space))
             self._space = ""
         return False
-
-    def _held(self) -> int:
-        """Return how many last characters may begin a marker."""
-        text = self._text
-        longest = max(map(len, self._format.markers), default=1) - 1
-        for count in range(min(longest, len(text)), 0, -1):
-            end = text[-count:]
-            if any(marker.startswith(end) for marker in self._format.markers):
-                return count
-        return 0
 
     def _put(self, deltas: list[ContentDelta | CallDelta], count: int) -> None:
         """Put ``count`` characters out as text; space at the end waits for more."""

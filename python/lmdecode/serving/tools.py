@@ -43,14 +43,11 @@ def check_tools(tools: Any) -> list[Tool]:
     found: dict[str, Tool] = {}
     for index, entry in enumerate(tools):
         where = f"tools[{index}]"
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"{where} is of type {type(entry).__name__}; expected an object")
+        _check_type(where, entry, Mapping, "an object")
         if entry.get("type", "function") != "function":
             raise ValueError(f"{where}.type is {shown(entry['type'])}; expected 'function'")
         function = entry.get("function", entry)
-        if not isinstance(function, Mapping):
-            kind = type(function).__name__
-            raise ValueError(f"{where}.function is of type {kind}; expected an object")
+        _check_type(f"{where}.function", function, Mapping, "an object")
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(
@@ -60,15 +57,16 @@ def check_tools(tools: Any) -> list[Tool]:
         if name in found:
             raise ValueError(f"{where}.function.name is {name!r}, as of another tool")
         strict = function.get("strict")
-        if strict is not None and not isinstance(strict, bool):
-            kind = type(strict).__name__
-            raise ValueError(f"{where}.function.strict is of type {kind}; expected a bool")
+        _check_type(f"{where}.function.strict", strict, bool | None, "a bool")
         parameters = function.get("parameters")
-        if parameters is not None and not isinstance(parameters, Mapping):
-            kind = type(parameters).__name__
-            raise ValueError(f"{where}.function.parameters is of type {kind}; expected an object")
+        _check_type(f"{where}.function.parameters", parameters, Mapping | None, "an object")
         found[name] = Tool(name, _object_schema(parameters), bool(strict))
     return list(found.values())
+
+
+def _check_type(where: str, value: Any, kind: Any, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} is of type {type(value).__name__}; expected {expected}")
 
 
 def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from lmdecode.decoder.engine.request import TokenLogprob
+from lmdecode.serving.text_stream import held
 from lmdecode.serving.tokenizer import Tokenizer
 
 __all__ = ["AnswerPart", "AnswerWriter", "StopFinder"]
@@ -48,17 +49,9 @@ class StopFinder:
         if stop is not None:
             self.found, self._held = stop, ""
             return text[: at + len(stop)] if self._keeps_stop else text[:at]
-        held = max(
-            (
-                length
-                for stop in self._stops
-                for length in range(1, min(len(stop), len(text) + 1))
-                if text.endswith(stop[:length])
-            ),
-            default=0,
-        )
-        self._held, self._num_free = text[len(text) - held :], max(0, free - len(text) + held)
-        return text[: len(text) - held]
+        at = len(text) - held(text, self._stops)
+        self._held, self._num_free = text[at:], max(0, free - at)
+        return text[:at]
 
     def finish(self) -> str:
         """Return the held text, at the end of the tokens."""
