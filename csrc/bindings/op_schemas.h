@@ -35,6 +35,9 @@ inline constexpr OpSchema kOpSchemas[] = {
     // follow the earliest occurrence of the longest n-gram at the end of a text, then -1.
     {"prompt_lookup(Tensor tokens, Tensor lengths, SymInt num_tokens, int max_ngram) -> Tensor",
      Devices::kCpuOnly},
+    // Places among the 64-bit numbers of a SamplerRow, and the flags of a step.
+    {"sampler_layout() -> (int active, int length, int output_length, int mu, int integers, int "
+     "seed, int keeps_text, int numbers, int accept, int raw_logprobs, int stage_counts)"},
     {"sampler_row_bytes(int vocab, int text_capacity, int rules_capacity) -> int"},
     // state [batch, bytes] uint8: rows of csrc/sampling/sampler_state.h, of these sizes. Numbers
     // and rules: the fields of SamplerIntegers, SamplerNumbers and SamplerRules there.
@@ -52,8 +55,8 @@ inline constexpr OpSchema kOpSchemas[] = {
      "from_text_capacity, int from_rules_capacity, int vocab) -> ()",
      Devices::kCpuOnly},
     // results [bytes] uint8: index, rank, top_ids, logprob, top_logprobs, kept_count, stage counts
-    // and status of all rows, as concatenated arrays. flags: 1 accept, 2 raw log-probabilities,
-    // 4 stage counts. num_logprobs -1: none.
+    // and status of all rows, as concatenated arrays. flags: a sum of those of sampler_layout.
+    // num_logprobs -1: none.
     {"sampler_step_(Tensor(a!) state, Tensor logits, Tensor? bitmask, Tensor(b!) results, "
      "Tensor(c!)? kept_logits, Tensor(d!)? kept_ids, Tensor(e!)? kept_logprobs, int vocab, int "
      "text_capacity, int rules_capacity, int num_logprobs, int flags) -> ()"},

@@ -1,6 +1,7 @@
 // The ops of lmdecode.Sampler that make and change rows, on CPU tensors alone. Errors name what
 // users call.
 #include <algorithm>
+#include <tuple>
 
 #include "bindings/sampler_checks.h"
 #include "sampling/sampler_step.h"
@@ -29,6 +30,18 @@ SamplerRow& active_row(const char* op, char* memory, int64_t row) {
 
 int64_t row_bytes(int64_t vocab, int64_t text_capacity, int64_t rules_capacity) {
   return layout_of("sampler_row_bytes", vocab, text_capacity, rules_capacity).size;
+}
+
+// What the schema names: places among the 64-bit numbers of a row, and the flags of a step.
+auto places_and_flags() {
+  const SamplerRow row{};
+  const auto place = [&](const auto& field) -> int64_t {
+    return reinterpret_cast<const int64_t*>(&field) - reinterpret_cast<const int64_t*>(&row);
+  };
+  return std::make_tuple(place(row.active), place(row.length), place(row.output_length),
+                         place(row.mu), place(row.integers), place(row.integers.seed),
+                         place(row.integers.keeps_text), place(row.numbers), kAccept, kRawLogProbs,
+                         kStageCounts);
 }
 
 void insert(Tensor state, int64_t vocab, int64_t text_capacity, int64_t rules_capacity, int64_t row,
@@ -143,5 +156,6 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
+  m.impl("sampler_layout", TORCH_BOX(&lmdecode::sampling::places_and_flags));
   m.impl("sampler_row_bytes", TORCH_BOX(&lmdecode::sampling::row_bytes));
 }

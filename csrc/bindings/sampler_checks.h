@@ -8,6 +8,8 @@
 namespace lmdecode::sampling {
 
 constexpr int64_t kMostTokens = (int64_t{1} << 31) - 1;
+// Flags of a step.
+constexpr int64_t kAccept = 1, kRawLogProbs = 2, kStageCounts = 4;
 
 // sizes: vocab, text_capacity, rules_capacity.
 inline SamplerLayout layout_of(const char* op, int64_t vocab, int64_t text_capacity,

@@ -11,8 +11,6 @@
 namespace lmdecode::sampling {
 namespace {
 
-constexpr int64_t kAccept = 1, kRawLogProbs = 2, kStageCounts = 4;
-
 // Deals out the results' memory: the largest elements first.
 class Results {
  public:

@@ -102,22 +102,21 @@ def _empty(like: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None) ->
 # --- Numbers alone --------------------------------------------------------------------------------
 
 
-def _of_numbers(op: str) -> Callable[..., int]:
+def _of_numbers(op: str) -> Callable[..., Any]:
     """Return the op itself: without tensors it has nothing to fake."""
 
-    def call(**arguments: Any) -> int:
+    def call(**arguments: Any) -> Any:
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():
-            result: int = getattr(torch.ops.lmdecode, op)(*arguments.values())
-        return result
+            return getattr(torch.ops.lmdecode, op)(*arguments.values())
 
     return call
 
 
 for _op in (
     "causal_workspace_bytes", "cpu_capabilities", "cpu_capability", "decoding_workspace_bytes",
-    "sampler_row_bytes",
+    "sampler_layout", "sampler_row_bytes",
 ):  # fmt: skip
     _OUTPUTS[_op] = _of_numbers(_op)
 

@@ -318,6 +318,43 @@ def test_a_row_without_text_takes_no_room_for_it() -> None:
     assert sampler.output_lengths.tolist() == [5000, 0, 0, 0]
 
 
+def test_room_is_made_for_the_texts_that_lack_it() -> None:
+    sampler = lmdecode.Sampler(2, 64, repetition_penalty=1.2)
+    sampler.insert(1, repetition_penalty=1.0)  # keeps no text
+    sampler.accept(1, [1] * 5000)
+    for row in (0, 1, 0):  # a text that has ended, or goes back, counts no more
+        sampler.insert(row)
+        sampler.accept(row, [1] * 250)
+        sampler.rewind(row, 250)
+        sampler.accept(row, [1] * 250)
+        sampler.remove(row)
+    sampler.insert(0, repetition_penalty=1.0)
+    sampler.insert(1, [2] * 200)
+    for _ in range(56):
+        sampler.sample(torch.zeros(2, 64))
+    assert sampler.state_dict()["text_capacity"] == 256
+    sampler.sample(torch.zeros(2, 64))
+    assert sampler.state_dict()["text_capacity"] == 512
+
+
+def test_the_layout_has_the_places_of_a_row() -> None:
+    layout = torch.ops.lmdecode.sampler_layout
+    names = [each.name for each in layout.default._schema.returns]
+    at = dict(zip(names, layout(), strict=True))
+    sampler = lmdecode.Sampler(
+        1, VOCAB, dialect="vllm", seed=77, temperature=0.5, repetition_penalty=1.2, mirostat_tau=4.0
+    )
+    sampler.insert(0, [1, 2, 3])
+    sampler.accept(0, [4, 5])
+    fields = sampler.state_dict()["state"].view(torch.int64)[0]
+    places = ("active", "length", "output_length", "integers", "seed", "keeps_text")
+    dialect = SAMPLER_DIALECTS.index("vllm")
+    assert [int(fields[at[name]]) for name in places] == [1, 5, 2, dialect, 77, 1]
+    numbers = fields.view(torch.float64)
+    assert [float(numbers[at[name]]) for name in ("mu", "numbers")] == [8.0, 0.5]
+    assert len({at["accept"], at["raw_logprobs"], at["stage_counts"]}) == 3
+
+
 def test_biases_of_a_token_and_of_a_tuple_of_it_are_summed() -> None:
     sampler = lmdecode.Sampler(1, 8, seed=-1, return_logits=True, logit_bias={5: 1.0, (5,): 2.0})
     assert sampler.sample(torch.zeros(1, 8)).kept_logits[0, 5] == 3.0

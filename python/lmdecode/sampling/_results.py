@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -141,20 +139,6 @@ class Outputs:
             None if self._kept is None else kept_set(*self._kept, r.kept_count),
             given(r.stage_counts),
         )
-
-
-@contextmanager
-def row_on_host(state: Tensor, row: int, is_host: bool) -> Iterator[tuple[Tensor, int]]:
-    """Yield rows on the CPU, for the ops that change them, and the index of this row in them.
-
-    A row on a device is copied to the CPU and back, unless an error is raised.
-    """
-    if is_host:
-        yield state, row
-        return
-    memory = state[row : row + 1].clone(memory_format=torch.contiguous_format).cpu()
-    yield memory, 0
-    state[row : row + 1].copy_(memory)
 
 
 def checked_device(op: str, device: Any) -> torch.device:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -25,7 +25,6 @@ from lmdecode.sampling._results import (
     checked_device,
     new_results,
     new_zeros,
-    row_on_host,
 )
 from lmdecode.sampling.parameters import (
     BatchParameters,
@@ -34,10 +33,13 @@ from lmdecode.sampling.parameters import (
     SamplingParameters,
 )
 from lmdecode.sampling.sampler_rows import (
+    ACCEPT,
     ACTIVE,
+    COUNTS,
     KEEPS_TEXT,
     LENGTH,
     OUTPUT_LENGTH,
+    RAW,
     SAMPLER_DIALECTS,
     SEED,
     RowRules,
@@ -57,10 +59,9 @@ __all__ = ["CompactSampler", "DrawingRows", "Results", "Sampler"]
 _OP = "Sampler"
 _step = ops.sampler_step_.default
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-# Flags of the op.
-_ACCEPT, _RAW, _COUNTS = 1, 2, 4
 _LEAST_TEXT = 256
 _MOST_LOGPROBS = 64
+_ALL = slice(None)
 
 
 class Sampler:
@@ -143,13 +144,9 @@ class Sampler:
         self._returns = (return_logits, return_kept_set, return_stages, reuse_outputs)
         for name, value in zip(names, self._returns, strict=True):
             check_bool(_OP, name, value)
-        self._flags = (_RAW if logprobs_mode == "raw_logprobs" else 0) | (
-            _COUNTS if return_stages else 0
-        )
+        self._flags = RAW * (logprobs_mode == "raw_logprobs") | COUNTS * return_stages
         self._new_outputs()
         self._defaults = check_parameters(parameters, self.vocab, self.batch, Sampler.__init__)
-        # Steps may be taken until the longest text meets its room.
-        self._steps, self._most_steps = 0, MAX_INT
         rows: list[RowRules] = []
         before: dict[str, Any] | None = None
         for row in range(self.batch):
@@ -157,15 +154,16 @@ class Sampler:
             seed, is_same = own.pop("seed", 0), own == before  # as where they are numbers
             rows.append(with_seed(rows[-1], seed) if is_same else rules_of_row(own, dialect, seed))
             before = own
-        self._text_capacity = _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0
-        self._rules_capacity = max((len(rules.rules) for rules in rows), default=0)
-        state = new_zeros(self.batch, self._row_bytes(*self._sizes[1:]))
+        text_capacity = _LEAST_TEXT if any(rules.keeps_text for rules in rows) else 0
+        rules_capacity = max((len(rules.rules) for rules in rows), default=0)
+        self._sizes = self.vocab, text_capacity, rules_capacity
+        state = new_zeros(self.batch, ops.sampler_row_bytes(*self._sizes))
         for row, rules in enumerate(rows):
             self._insert_into(state, row, rules, new_zeros(0, dtype=torch.int64))
         if "seed" not in self._defaults:  # nothing is wrong: torch's generator goes on
             state.view(torch.int64)[:, SEED] = draw_seeds(self.batch)
         self._state = self._on_device(state)
-        self._count_steps()
+        self._longest = self._longest_text()
 
     def __repr__(self) -> str:
         given = [f"{name}={shown(value)}" for name, value in self._defaults.items()]
@@ -210,11 +208,6 @@ class Sampler:
         """End the sequence of a row: its index is -1 until another one begins."""
         row = self._check_row("remove", row)
         self._fields()[row, ACTIVE] = 0
-        self._count_steps()
-
-    def _remove_all(self) -> None:
-        self._fields()[:, ACTIVE] = 0
-        self._count_steps()
 
     def reorder_(self, rows: Sequence[int] | Tensor) -> None:
         """Set row i to the sequence of row ``rows[i]``, with its seed and parameters.
@@ -231,7 +224,6 @@ class Sampler:
         for i, row in enumerate(picked.tolist()):
             check_int(f"{_OP}.reorder_", f"rows[{i}]", row, 0, self.batch - 1)
         self._state.copy_(self._state[picked])
-        self._count_steps()
 
     def accept(self, row: int, tokens: int | Sequence[int] | Tensor) -> None:
         """Append tokens that were chosen elsewhere; they count as output.
@@ -245,21 +237,16 @@ class Sampler:
         """
         row = self._check_row("accept", row)
         ids = token_tensor("accept", "tokens", tokens)
-        self._check_active("accept", row)
-        if self._fields()[row, KEEPS_TEXT]:
-            self._make_room(self._length(row) + len(ids), 0)
-        with self._row_on_host(row) as (state, at):
+        self._find_room(len(ids), slice(row, row + 1))
+        with self._row_on_host(row, "accept") as (state, at):
             ops.sampler_accept_(state, *self._sizes, at, ids)
-        self._count_steps()
 
     def rewind(self, row: int, n: int) -> None:
         """Remove the last n accepted tokens, and undo their effect on counts and stages."""
         row = self._check_row("rewind", row)
         n = check_int(f"{_OP}.rewind", "n", n)
-        self._check_active("rewind", row)
-        with self._row_on_host(row) as (state, at):
+        with self._row_on_host(row, "rewind") as (state, at):
             ops.sampler_rewind_(state, *self._sizes, at, n)
-        self._count_steps()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the sequences, for ``torch.save`` and ``load_state_dict``."""
@@ -267,8 +254,8 @@ class Sampler:
             "batch": self.batch,
             "vocab": self.vocab,
             "order": self.dialect,
-            "text_capacity": self._text_capacity,
-            "rules_capacity": self._rules_capacity,
+            "text_capacity": self._sizes[1],
+            "rules_capacity": self._sizes[2],
             "state": self._state.clone(),
         }
 
@@ -284,10 +271,11 @@ class Sampler:
             if isinstance(state[name], Tensor) or state[name] != own:
                 raise ValueError(f"{op}: state has {name} {state[name]}; expected {own}")
         sizes = (
+            self.vocab,
             check_count(op, "state['text_capacity']", state["text_capacity"], 0),
             check_count(op, "state['rules_capacity']", state["rules_capacity"], 0),
         )
-        saved, shape = state["state"], [self.batch, self._row_bytes(*sizes)]
+        saved, shape = state["state"], [self.batch, ops.sampler_row_bytes(*sizes)]
         check_dense_tensors(op, **{"state['state']": saved})
         # Before memory is taken: sizes that came with the state may ask for any amount of it.
         if list(saved.shape) != shape:
@@ -296,12 +284,11 @@ class Sampler:
             )
         memory = new_zeros(*shape)
         saved = saved.cpu().contiguous()
-        ops.sampler_copy_(memory, *sizes, saved, *sizes, self.vocab)
+        ops.sampler_copy_(memory, *sizes[1:], saved, *sizes[1:], self.vocab)
         fields = memory.view(torch.int64)
         check_saved(fields[fields[:, ACTIVE] != 0])
-        self._text_capacity, self._rules_capacity = sizes
-        self._state = self._on_device(memory)
-        self._count_steps()
+        self._state, self._sizes = self._on_device(memory), sizes
+        self._longest = self._longest_text()
 
     @property
     def output_lengths(self) -> Tensor:
@@ -340,8 +327,8 @@ class Sampler:
         if accept is not True and accept is not False:
             check_bool(f"{_OP}.sample", "accept", accept)
         if accept:
-            flags |= _ACCEPT
-            self._room_for_steps(1)
+            flags |= ACCEPT
+            self._find_room(1)
         if type(logits) is not Tensor or logits.requires_grad:
             logits = _plain_logits(logits)
         if bitmask is not None and not isinstance(bitmask, Tensor):
@@ -350,8 +337,6 @@ class Sampler:
             self._state, logits, bitmask, *self._outputs.to_write(), *self._sizes,
             self._num_logprobs, flags,
         )  # fmt: skip
-        if accept:
-            self._steps += 1
         return self._outputs.of_step()
 
     def _verify(
@@ -363,12 +348,12 @@ class Sampler:
         num_draft: Tensor | None,
         draft_logits: Tensor | None,
         rejection: bool,
-        rows: slice | None = None,
+        rows: slice = _ALL,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Call the op of ``verify_draft``; return tokens, path, num_accepted and status."""
         drafts, device = draft.shape[1], self.device
-        self._room_for_steps(drafts + 1)  # as if all were accepted
-        state = self._state if rows is None else self._state[rows]
+        self._find_room(drafts + 1, rows)  # as if all were accepted
+        state = self._state[rows]
         batch = len(state)
         results = new_results(batch, -1, False, device)
         tokens = new_zeros(batch, drafts + 1, dtype=torch.int64, device=device)
@@ -378,7 +363,6 @@ class Sampler:
             state, logits, bitmask, draft, parents, num_draft, draft_logits, results.memory,
             tokens, path, num_accepted, *self._sizes, rejection,
         )  # fmt: skip
-        self._steps += drafts + 1
         return tokens, path, num_accepted, results.status
 
     # ---- the state
@@ -399,60 +383,48 @@ class Sampler:
         limits = None if self.batch else "a sampler with rows"
         return check_int(f"{_OP}.{method}", "row", row, 0, self.batch - 1, limits=limits)
 
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        return self.vocab, self._text_capacity, self._rules_capacity
-
-    def _row_bytes(self, text_capacity: int, rules_capacity: int) -> int:
-        size: int = ops.sampler_row_bytes(self.vocab, text_capacity, rules_capacity)
-        return size
-
     def _fields(self) -> Tensor:
         return self._state.view(torch.int64)
 
-    def _length(self, row: int) -> int:
-        fields = self._fields()[row]
-        return int(fields[LENGTH] * fields[ACTIVE] * fields[KEEPS_TEXT])
+    def _longest_text(self, rows: slice = _ALL) -> int:
+        """Return the tokens of the longest text of some rows: -MAX_INT without texts."""
+        fields = self._fields()[rows]
+        lengths = fields[:, LENGTH][fields[:, ACTIVE] * fields[:, KEEPS_TEXT] != 0]
+        return max(lengths.tolist(), default=-MAX_INT)
 
-    def _longest(self) -> int:
-        """Tokens of the longest text."""
-        if self.batch == 0:
-            return 0
-        fields = self._fields()
-        return int((fields[:, LENGTH] * fields[:, ACTIVE] * fields[:, KEEPS_TEXT]).max())
+    def _find_room(self, tokens: int, rows: slice = _ALL) -> None:
+        """Have room for so many more tokens in each text of some rows.
 
-    def _count_steps(self) -> None:
-        fields = self._fields()
-        keeps_text = self.batch > 0 and bool((fields[:, ACTIVE] * fields[:, KEEPS_TEXT]).any())
-        self._steps = 0
-        self._most_steps = self._text_capacity - self._longest() if keeps_text else MAX_INT
-
-    def _room_for_steps(self, steps: int) -> None:
-        if self._steps + steps > self._most_steps:
-            self._make_room(self._longest() + steps, 0)
-            self._count_steps()
+        An op does not grow rows, and on a device it cannot tell the host in time. No text is longer
+        than ``_longest``, which counts on without a look at the rows.
+        """
+        if self._longest + tokens > self._sizes[1]:
+            self._make_room(self._longest_text(rows) + tokens, 0)
+            self._longest = self._longest_text()
+        self._longest += tokens
 
     def _make_room(self, text: int, rules: int) -> None:
         """Grow the capacity of texts (tokens) and of rules (numbers), where needed."""
-        if text <= self._text_capacity and rules <= self._rules_capacity:
+        vocab, *before = self._sizes
+        if text <= before[0] and rules <= before[1]:
             return
-        if text > self._text_capacity:
+        if text > before[0]:
             text = max(_LEAST_TEXT, 1 << (text - 1).bit_length())
-        sizes = max(text, self._text_capacity), max(rules, self._rules_capacity)
-        state = new_zeros(self.batch, self._row_bytes(*sizes))
-        ops.sampler_copy_(state, *sizes, self._state.cpu(), *self._sizes[1:], self.vocab)
-        self._state = self._on_device(state)
-        self._text_capacity, self._rules_capacity = sizes
+        sizes = max(text, before[0]), max(rules, before[1])
+        state = new_zeros(self.batch, ops.sampler_row_bytes(vocab, *sizes))
+        ops.sampler_copy_(state, *sizes, self._state.cpu(), *before, vocab)
+        self._state, self._sizes = self._on_device(state), (vocab, *sizes)
 
     def _begin(
         self, row: int, rules: RowRules, tokens: Tensor, *, draws_seed: bool = False
     ) -> None:
-        self._make_room(len(tokens) + 1 if rules.keeps_text else 0, len(rules.rules))
+        text = len(tokens) if rules.keeps_text else -MAX_INT
+        self._longest = max(self._longest, text)
+        self._make_room(text + 1, len(rules.rules))
         with self._row_on_host(row) as (state, at):
             self._insert_into(state, at, rules, tokens)
             if draws_seed:
                 state.view(torch.int64)[at, SEED] = draw_seeds(1)[0]
-        self._count_steps()
 
     def _insert_into(self, state: Tensor, row: int, rules: RowRules, prompt: Tensor) -> None:
         ops.sampler_insert_(
@@ -463,13 +435,22 @@ class Sampler:
         with torch.inference_mode(False):
             return state.to(self.device)
 
-    def _row_on_host(self, row: int) -> AbstractContextManager[tuple[Tensor, int]]:
-        return row_on_host(self._state, row, is_host=self.device.type == "cpu")
+    @contextmanager
+    def _row_on_host(self, row: int, method: str = "") -> Iterator[tuple[Tensor, int]]:
+        """Yield rows on the CPU, for the ops that change them, and the index of this row in them.
 
-    def _check_active(self, method: str, row: int) -> None:
-        if self._fields()[row, ACTIVE] == 0:
+        A row on a device is copied to the CPU and back, unless an error is raised. With a method,
+        there the row must have a sequence; on the CPU the op looks.
+        """
+        if self.device.type == "cpu":
+            yield self._state, row
+            return
+        memory = self._state[row : row + 1].clone(memory_format=torch.contiguous_format).cpu()
+        if method and memory.view(torch.int64)[0, ACTIVE] == 0:
             expected = "expected one that insert() began"
             raise ValueError(f"{_OP}.{method}: row {row} has no sequence; {expected}")
+        yield memory, 0
+        self._state[row : row + 1].copy_(memory)
 
 
 def _plain_logits(logits: Any) -> Tensor:
@@ -487,28 +468,26 @@ class DrawingRows(NamedTuple):
     results: Tensor
 
 
-class CompactSampler:
+class CompactSampler(Sampler):
     """A ``Sampler`` with its sequences in the first rows; a step computes only these."""
 
     def __init__(self, rows: int, vocab: int, dialect: str) -> None:
-        self._sampler = Sampler(rows, vocab, dialect=dialect, temperature=0.0, seed=0)
-        self._sampler._remove_all()
+        super().__init__(rows, vocab, dialect=dialect, temperature=0.0, seed=0)
+        self._fields()[:, ACTIVE] = 0
         self._results: tuple[tuple[int, int], Results] | None = None
         self.count = 0
 
     def begin(self, prompt: Tensor, rules: RowRules) -> None:
         """Begin a sequence, [n] int64 tokens, in the row after the others."""
-        self._sampler._begin(self.count, rules, prompt)
+        self._begin(self.count, rules, prompt)
         self.count += 1
 
     def end(self, row: int) -> None:
         """End the sequence of a row; the last one moves there."""
-        sampler = self._sampler
-        last = self.count - 1
-        if row < last:
-            sampler._state[row] = sampler._state[last]
-        sampler.remove(last)
-        self.count = last
+        self.count -= 1
+        if row < self.count:
+            self._state[row] = self._state[self.count]
+        self.remove(self.count)
 
     def step(
         self, logits: Tensor, bitmask: Tensor | None, num_logprobs: int, first: int = 0
@@ -519,20 +498,19 @@ class CompactSampler:
         as of ``Sampler.sample``, ``num_logprobs`` is that of ``Sampler``, of the input logits, or
         -1. The next step of as many rows overwrites the results.
         """
-        sampler, count = self._sampler, len(logits)
+        count = len(logits)
         results = self._results_of(count, num_logprobs)
-        sampler._room_for_steps(1)
+        self._find_room(1)
         _step(
-            sampler._state[first : first + count], logits, bitmask, results.memory, None, None,
-            None, *sampler._sizes, num_logprobs, _ACCEPT | _RAW,
+            self._state[first : first + count], logits, bitmask, results.memory, None, None,
+            None, *self._sizes, num_logprobs, ACCEPT | RAW,
         )  # fmt: skip
-        sampler._steps += 1
         return results
 
     def _results_of(self, count: int, num_logprobs: int) -> Results:
         key = count, num_logprobs
         if self._results is None or self._results[0] != key:
-            self._results = key, new_results(count, num_logprobs, False, self._sampler.device)
+            self._results = key, new_results(count, num_logprobs, False, self.device)
         return self._results[1]
 
     def run(self, count: int, steps: int, run: Callable[[DrawingRows], int]) -> tuple[int, Results]:
@@ -540,13 +518,10 @@ class CompactSampler:
 
         It returns the number of steps, which is returned with the results of the last one.
         """
-        sampler, results = self._sampler, self._results_of(count, -1)
-        sampler._room_for_steps(steps)
-        _, text_capacity, rules_capacity = sampler._sizes
-        state = sampler._state[:count]
-        taken = run(DrawingRows(state, text_capacity, rules_capacity, results.memory))
-        sampler._steps += taken
-        return taken, results
+        results = self._results_of(count, -1)
+        self._find_room(steps)
+        _, *room = self._sizes
+        return run(DrawingRows(self._state[:count], *room, results.memory)), results
 
     def verify(
         self, logits: Tensor, draft: Tensor, first: int = 0
@@ -558,7 +533,7 @@ class CompactSampler:
         the status of each row. A row with a status other than 0 gets no tokens.
         """
         rows = slice(first, first + len(draft))
-        tokens, _, accepted, states = self._sampler._verify(
+        tokens, _, accepted, states = self._verify(
             logits, None, draft, None, None, None, False, rows
         )
         status, chosen = states.tolist(), []
@@ -567,16 +542,3 @@ class CompactSampler:
                 self.rewind(first + row, right + 1)
             chosen.append([] if status[row] else line[: right + 1])
         return chosen, status
-
-    def accept(self, row: int, tokens: Sequence[int]) -> None:
-        """Append tokens, below the vocabulary's size, to the sequence of a row."""
-        sampler = self._sampler
-        sampler._room_for_steps(len(tokens))
-        ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
-        ops.sampler_accept_(sampler._state, *sampler._sizes, row, ids)
-        sampler._steps += len(tokens)
-
-    def rewind(self, row: int, n: int) -> None:
-        """Remove the last n chosen tokens of the sequence of a row."""
-        if n:
-            ops.sampler_rewind_(self._sampler._state, *self._sampler._sizes, row, n)

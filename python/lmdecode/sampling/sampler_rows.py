@@ -24,14 +24,18 @@ from lmdecode._checks import (
     type_error,
     unknown_parameter,
 )
+from lmdecode._ops import ops
 from lmdecode.generation_options import NEUTRAL, OPTIONS, option_names
 from lmdecode.sampling.ops import row_seed
 
 __all__ = [
+    "ACCEPT",
     "ACTIVE",
+    "COUNTS",
     "KEEPS_TEXT",
     "LENGTH",
     "OUTPUT_LENGTH",
+    "RAW",
     "SAMPLER_DIALECTS",
     "SAMPLER_PARAMETERS",
     "SEED",
@@ -66,10 +70,12 @@ _LIMITS: dict[str, tuple[Any, Any]] = {
 }
 _INTEGERS = tuple(name for name in _LIMITS if isinstance(NEUTRAL[name], int))
 _NUMBERS = tuple(name for name in _LIMITS if name not in _INTEGERS)
-# Places among the 64-bit numbers of SamplerRow (csrc/sampling/sampler_state.h).
-ACTIVE, LENGTH, OUTPUT_LENGTH, _LEARNED, _FIRST_INTEGER = 3, 6, 7, 10, 11
-SEED = _FIRST_INTEGER + 1
-KEEPS_TEXT = _FIRST_INTEGER + 2 + len(_INTEGERS)
+# Places among the 64-bit numbers of SamplerRow (csrc/sampling/sampler_state.h), the first of its
+# integers and of its numbers among them, then the flags of a step.
+(
+    ACTIVE, LENGTH, OUTPUT_LENGTH, _LEARNED, _FIRST_INTEGER, SEED, KEEPS_TEXT, _FIRST_NUMBER,
+    ACCEPT, RAW, COUNTS,
+) = ops.sampler_layout()  # fmt: skip
 
 _TOKEN_RULES = option_names(sampler="tokens")
 SAMPLER_PARAMETERS: tuple[str, ...] = ("seed", *_INTEGERS, *_NUMBERS, *_TOKEN_RULES)
@@ -176,11 +182,8 @@ def token_tensor(method: str, name: str, value: Any) -> Tensor:
         if not isinstance(value, Iterable) or isinstance(value, (str, bytes, set, Mapping)):
             expected = "an int, a list of ints or a tensor"
             raise type_error(f"{_OP}.{method}", name, value, expected)
-        value = torch.tensor(
-            [check_int(f"{_OP}.{method}", f"{name}[{i}]", t) for i, t in enumerate(value)],
-            dtype=torch.int64,
-            device="cpu",
-        )
+        ids = [check_int(f"{_OP}.{method}", f"{name}[{i}]", t) for i, t in enumerate(value)]
+        return torch.tensor(ids, dtype=torch.int64, device="cpu")
     if value.dtype not in (torch.int64, torch.int32) or value.dim() > 1:
         raise ValueError(
             f"{_OP}.{method}: {name} has dtype {dtype_name(value)} and shape {list(value.shape)}; "
@@ -241,7 +244,7 @@ def _check_steering(tau: float, target: float) -> None:
 
 def check_saved(rows: Tensor) -> None:
     """Raise ValueError for invalid parameters in saved rows, [n, 64-bit numbers] int64."""
-    places = [_LEARNED, *range(KEEPS_TEXT + 1, KEEPS_TEXT + 1 + len(_NUMBERS))]
+    places = [_LEARNED, *range(_FIRST_NUMBER, _FIRST_NUMBER + len(_NUMBERS))]
     for row, fields in enumerate(rows):
         integers = fields[SEED + 1 : KEEPS_TEXT].tolist()
         learned, *numbers = fields[places].view(torch.float64).tolist()
@@ -296,7 +299,7 @@ class RowRules:
 def with_seed(rules: RowRules, seed: int) -> RowRules:
     """Return the rules of a row of the same parameters with another seed."""
     integers = rules.integers.clone()
-    integers[1] = seed
+    integers[SEED - _FIRST_INTEGER] = seed
     return replace(rules, integers=integers)
 
 

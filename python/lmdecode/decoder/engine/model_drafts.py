@@ -123,7 +123,8 @@ class DraftRows(Generic[T]):
         """Append the chosen tokens of a text; return how many of its draft are the first ones."""
         right = common_length(text.draft, new)
         at = self._texts.index(text)
-        self._sampler.rewind(at, len(text.draft) - right)
+        if right < len(text.draft):
+            self._sampler.rewind(at, len(text.draft) - right)
         self._sampler.accept(at, new[right:])
         if text.draft and self._settings.schedule != "constant":
             is_right = right == len(text.draft)
