@@ -55,8 +55,7 @@ inline constexpr OpSchema kOpSchemas[] = {
      "from_text_capacity, int from_rules_capacity, int vocab) -> ()",
      Devices::kCpuOnly},
     // results [bytes] uint8: index, rank, top_ids, logprob, top_logprobs, kept_count, stage counts
-    // and status of all rows, as concatenated arrays. flags: a sum of those of sampler_layout.
-    // num_logprobs -1: none.
+    // and status of all rows, concatenated. flags: of sampler_layout. num_logprobs -1: none.
     {"sampler_step_(Tensor(a!) state, Tensor logits, Tensor? bitmask, Tensor(b!) results, "
      "Tensor(c!)? kept_logits, Tensor(d!)? kept_ids, Tensor(e!)? kept_logprobs, int vocab, int "
      "text_capacity, int rules_capacity, int num_logprobs, int flags) -> ()"},

@@ -35,9 +35,8 @@ int64_t row_bytes(int64_t vocab, int64_t text_capacity, int64_t rules_capacity) 
 // What the schema names: places among the 64-bit numbers of a row, and the flags of a step.
 auto places_and_flags() {
   const SamplerRow row{};
-  const auto place = [&](const auto& field) -> int64_t {
-    return reinterpret_cast<const int64_t*>(&field) - reinterpret_cast<const int64_t*>(&row);
-  };
+  const auto* const first = reinterpret_cast<const int64_t*>(&row);
+  const auto place = [&](auto& field) { return reinterpret_cast<const int64_t*>(&field) - first; };
   return std::make_tuple(place(row.active), place(row.length), place(row.output_length),
                          place(row.mu), place(row.integers), place(row.integers.seed),
                          place(row.integers.keeps_text), place(row.numbers), kAccept, kRawLogProbs,

@@ -11,39 +11,25 @@
 namespace lmdecode::sampling {
 namespace {
 
-// Deals out the results' memory: the largest elements first.
-class Results {
- public:
-  explicit Results(char* data) : data_(data) {}
-
-  template <class T>
-  T* take(int64_t count) {
-    T* const begin = data_ == nullptr ? nullptr : reinterpret_cast<T*>(data_ + used_);
-    used_ += count * static_cast<int64_t>(sizeof(T));
-    return begin;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  char* const data_;
-  int64_t used_ = 0;
-};
-
-// Sets the pointers to results, or counts their bytes where data is null.
+// Deals out the results' memory, the largest elements first; returns its bytes. Null data: no more.
 int64_t set_results(char* data, bool stage_counts, SamplerStepParams* p) {
-  Results results(data);
-  p->index = results.take<int64_t>(p->batch);
+  int64_t used = 0;
+  const auto take = [&]<class T>(T** results, int64_t count) {
+    if (data != nullptr) *results = reinterpret_cast<T*>(data + used);
+    used += count * static_cast<int64_t>(sizeof(T));
+  };
   const int64_t best = std::max<int64_t>(p->num_logprobs, 0);
+  take(&p->index, p->batch);
   if (p->num_logprobs >= 0) {
-    p->rank = results.take<int64_t>(p->batch);
-    p->top_ids = results.take<int64_t>(p->batch * best);
-    p->logprob = results.take<float>(p->batch);
-    p->top_logprobs = results.take<float>(p->batch * best);
+    take(&p->rank, p->batch);
+    take(&p->top_ids, p->batch * best);
+    take(&p->logprob, p->batch);
+    take(&p->top_logprobs, p->batch * best);
   }
-  p->kept_count = results.take<int32_t>(p->batch);
-  if (stage_counts) p->stage_counts = results.take<int32_t>(p->batch * kSamplerStages);
-  p->status = results.take<uint8_t>(p->batch);
-  return results.used();
+  take(&p->kept_count, p->batch);
+  if (stage_counts) take(&p->stage_counts, p->batch * kSamplerStages);
+  take(&p->status, p->batch);
+  return used;
 }
 
 // Everything but the logits.
@@ -65,9 +51,8 @@ SamplerStepParams step_params(const Arguments& arguments, Tensor& state, int64_t
   }
   p.num_logprobs = num_logprobs;
   const bool counts = (flags & kStageCounts) != 0;
-  SamplerStepParams sizes = p;
   auto* const data =
-      arguments.contiguous<uint8_t>("results", results, {set_results(nullptr, counts, &sizes)});
+      arguments.contiguous<uint8_t>("results", results, {set_results(nullptr, counts, &p)});
   set_results(reinterpret_cast<char*>(data), counts, &p);
   return p;
 }
