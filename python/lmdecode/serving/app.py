@@ -81,8 +81,10 @@ class Application:
         routes = [
             self._route("/v1/chat/completions", self._chat, "POST"),
             self._route("/v1/completions", self._completions, "POST"),
-            self._route("/v1/audio/transcriptions", self._transcriptions, "POST"),
-            self._route("/v1/audio/translations", self._translations, "POST"),
+            *(
+                self._route(f"/v1/audio/{path}", functools.partial(self._heard, task), "POST")
+                for path, task in (("transcriptions", "transcribe"), ("translations", "translate"))
+            ),
             self._route("/v1/models", self._models, "GET"),
             self._route("/v1/models/{name:path}", self._model, "GET"),
             self._route("/tokenize", self._tokenize, "POST"),
@@ -184,13 +186,7 @@ class Application:
             work.close()
             raise
 
-    async def _transcriptions(self, request: Request) -> Response:
-        return await self._spoken(request, "transcribe")
-
-    async def _translations(self, request: Request) -> Response:
-        return await self._spoken(request, "translate")
-
-    async def _spoken(self, request: Request, task: str) -> Response:
+    async def _heard(self, task: str, request: Request) -> Response:
         self._check_open()
         speech = self.speech
         if speech is None:

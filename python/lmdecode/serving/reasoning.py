@@ -112,15 +112,11 @@ class ReasoningFormat:
 
         end = self.token_ids.get("<|end|>")
         thoughts = f"THOUGHTS <[{end}]>\nTHOUGHTS: /(.|\\n)*/"
-        rule = f"thoughts: {words('<|channel|>analysis<|message|>')} {thoughts}"
         if end is None:
-            rule = (
-                f"thoughts: {words('<|channel|>analysis<|message|>')} rest\n"
-                "rest[lazy]: /(.|\\n)*<\\|end\\|>/"
-            )
-        start = words("<|start|>assistant")
-        final = words("<|channel|>final<|message|>")
-        return f"prefix: (thoughts {start})? {final}\n{rule}"
+            thoughts = "rest\nrest[lazy]: /(.|\\n)*<\\|end\\|>/"
+        start, final = words("<|start|>assistant"), words("<|channel|>final<|message|>")
+        first = words("<|channel|>analysis<|message|>")
+        return f"prefix: (thoughts {start})? {final}\nthoughts: {first} {thoughts}"
 
     def parse(self, text: str, starts_inside: bool = False) -> tuple[str | None, str]:
         """Return the thoughts, None if there are none, and the rest.

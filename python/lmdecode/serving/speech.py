@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lmdecode.serving.errors import BadRequest, RequestError
+from lmdecode.serving.errors import BadRequest, RequestError, error_of_engine
 from lmdecode.serving.fields import Fields, shown
 from lmdecode.serving.parameters import check_model
 from lmdecode.speech.formats import FORMATS
@@ -217,9 +217,5 @@ class SpeechService:
 
 
 def _refused(error: Exception) -> BadRequest:
-    _, _, message = str(error).partition(": ")
-    argument = message.split(" ", 1)[0]
-    name = _ARGUMENTS.get(argument, argument)
-    if name not in _FIELDS:
-        return BadRequest("file", f"file cannot be read: {error}")
-    return BadRequest(name, name + message.removeprefix(argument))
+    found = error_of_engine(error, _ARGUMENTS)
+    return found if found.param in _FIELDS else BadRequest("file", f"file cannot be read: {error}")

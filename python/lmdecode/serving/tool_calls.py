@@ -11,7 +11,7 @@ import secrets
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lmdecode.serving.grammar_source import GrammarSource
 from lmdecode.serving.text_stream import held
@@ -60,22 +60,6 @@ class CallDelta(NamedTuple):
     arguments: str
 
 
-class CallWords(Protocol):
-    """What begins calls: see ``ToolFormat``."""
-
-    @property
-    def markers(self) -> Mapping[str, Reader]:
-        """What begins a call, and how it goes on."""
-
-    @property
-    def bare(self) -> Mapping[str, Reader]:
-        """What begins a call where it begins the answer."""
-
-    @property
-    def new_id(self) -> Callable[[], str]:
-        """Makes the id of a call."""
-
-
 class StreamingToolParser:
     """Text and calls of an answer as it comes. All pieces together are the result of ``parse``.
 
@@ -83,7 +67,9 @@ class StreamingToolParser:
     piece. ``tools`` are the request's, with their names and types; None: any name is one.
     """
 
-    def __init__(self, format: CallWords, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, format: ToolFormat, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         self._format = format
         known = None if tools is None else check_tools(tools)
         self._schemas = {tool.name: tool.parameters for tool in known or ()}

@@ -276,58 +276,10 @@ def dump_json(value: Any) -> str:
 
 
 def load_json(text: str) -> Any:
-    def refuse(word: str) -> Any:
-        raise NoCall(word)
-
     try:  # a new line within a string is one
-        return json.loads(text, strict=False, parse_constant=refuse)
+        return json.loads(text, strict=False, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise NoCall(str(error)) from None
-
-
-class Extent:
-    """Finds where brackets close that open at a place of a text."""
-
-    def __init__(self, at: int, quotes: Sequence[str], escapes: bool = True) -> None:
-        self.at, self._depth, self._quote = at, [], ""  # type: ignore[var-annotated]
-        self._quotes = quotes  # one that begins with another one stands before it
-        quoted = "|".join(map(re.escape, quotes))
-        self._outside = re.compile(rf"[(){{}}\[\]]|{quoted}")
-        self._within = {q: re.compile(rf"\\|{re.escape(q)}" if escapes else re.escape(q))
-                        for q in quotes}  # fmt: skip
-        self._longest = max(map(len, quotes))
-
-    def end(self, text: str) -> int | None:
-        """Return the end, None where it needs more text; raise ``NoCall``."""
-        while True:
-            pattern = self._within[self._quote] if self._quote else self._outside
-            found = pattern.search(text, self.at)
-            if found is None:  # a quote may begin at the end
-                self.at = max(self.at, len(text) - self._longest + 1)
-                return None
-            word = found[0]
-            if word == "\\":
-                if found.end() == len(text):
-                    self.at = found.start()
-                    return None
-                self.at = found.end() + 1
-                continue
-            begun = text[found.start() : found.start() + self._longest]
-            if not self._quote and any(q != begun and q.startswith(begun) for q in self._quotes):
-                self.at = found.start()  # a longer quote may begin here
-                return None
-            self.at = found.end()
-            if self._quote:
-                self._quote = ""
-            elif word in "([{":
-                self._depth.append(")]}"["([{".index(word)])
-            elif word in ")]}":
-                if not self._depth or self._depth.pop() != word:
-                    raise NoCall(f"{word} closes what is not open")
-                if not self._depth:
-                    return self.at
-            else:
-                self._quote = word
 
 
 def _after(written: Written, at: int, space: re.Pattern[str] = _SPACE) -> _Waiting[int]:
@@ -349,12 +301,46 @@ def _begins(written: Written, at: int, word: str) -> _Waiting[bool]:
     return True
 
 
-def _end_of(written: Written, extent: Extent) -> _Waiting[int]:
-    while (end := extent.end(written.text)) is None:
-        if written.is_last:
-            raise NoCall("brackets that do not close")
-        yield
-    return end
+def _end_of(
+    written: Written, at: int, quotes: Sequence[str] = ('"',), escapes: bool = True
+) -> _Waiting[int]:
+    """Return where brackets close that open at a place; a bracket between two quotes is text."""
+    quoted = "|".join(map(re.escape, quotes))  # one that begins with another one stands before it
+    outside = re.compile(rf"[(){{}}\[\]]|{quoted}")
+    within = {q: re.compile(rf"\\|{re.escape(q)}" if escapes else re.escape(q)) for q in quotes}
+    longest = max(map(len, quotes))
+    depth, quote = list[str](), ""
+    while True:
+        text = written.text
+        found = (within[quote] if quote else outside).search(text, at)
+        if found is None:  # a quote may begin at the end
+            at, is_sure = max(at, len(text) - longest + 1), False
+        elif found[0] == "\\":
+            is_sure = found.end() < len(text)
+            at = found.end() + 1 if is_sure else found.start()
+        else:
+            begun = text[found.start() : found.start() + longest]
+            # A longer quote may begin here.
+            is_sure = bool(quote) or not any(q != begun and q.startswith(begun) for q in quotes)
+            at = found.end() if is_sure else found.start()
+        if not is_sure:
+            if written.is_last:
+                raise NoCall("brackets that do not close")
+            yield
+            continue
+        assert found is not None
+        word = found[0]
+        if quote:
+            quote = quote if word == "\\" else ""
+        elif word in "([{":
+            depth.append(")]}"["([{".index(word)])
+        elif word in ")]}":
+            if not depth or depth.pop() != word:
+                raise NoCall(f"{word} closes what is not open")
+            if not depth:
+                return at
+        else:
+            quote = word
 
 
 def _closed(
@@ -421,7 +407,7 @@ def json_calls(
         inside = yield from _after(written, at + 1)
         if not written.text.startswith("{", inside):
             raise NoCall("a list of no objects")
-    end = yield from _end_of(written, Extent(at, ('"',)))
+    end = yield from _end_of(written, at)
     calls = calls_of(load_json(written.text[at:end]), names, is_bare)
     return (yield from _closed(written, calls, end, closes))
 
@@ -447,7 +433,7 @@ def _braced(
     found = header.fullmatch(written.text, at, brace)
     if found is None:
         raise NoCall("no name")
-    end = yield from _end_of(written, Extent(brace, (quote,), escapes))
+    end = yield from _end_of(written, brace, (quote,), escapes)
     call = found["name"], arguments(written.text[:end], brace)
     return (yield from _closed(written, [call], end, closes))
 
@@ -615,26 +601,20 @@ class _TaggedValue:
 
     def _end_of_json(self, start: int, end: int) -> _Waiting[int]:
         """Return the end of JSON that goes beyond ``end``, or ``end``."""
-        written, at = self._written, (yield from _after(self._written, start))
-        extent, behind, is_last = Extent(at, ('"',)), None, False
-        while behind is None and not is_last:
-            is_last = written.is_last
-            if written.text.startswith('"', at):
-                string = _STRING.match(written.text, at)
-                behind = None if string is None else string.end()
-                is_last = is_last or written.text.find("\n", at) >= 0
-            elif written.text.startswith(("{", "["), at):
-                try:
-                    behind = extent.end(written.text)
-                except NoCall:
+        written, behind = self._written, end
+        at = yield from _after(written, start)
+        if written.text.startswith('"', at):
+            while (string := _STRING.match(written.text, at)) is None:
+                if written.is_last or written.text.find("\n", at) >= 0:
                     return end
-            else:
-                return end
-            if behind is None and not is_last:
                 yield
-        if behind is not None and behind > end and is_json(written.text[at:behind]):
-            return behind
-        return end
+            behind = string.end()
+        elif written.text.startswith(("{", "["), at):
+            try:
+                behind = yield from _end_of(written, at)
+            except NoCall:
+                return end
+        return behind if behind > end and is_json(written.text[at:behind]) else end
 
 
 def python_calls(
@@ -668,7 +648,7 @@ def python_calls(
             raise NoCall("no call")
         if names is not None and name[0] not in names:
             raise NoCall("no tool")
-        at = yield from _end_of(written, Extent(name.end(), _QUOTES))
+        at = yield from _end_of(written, name.end(), _QUOTES)
         try:
             found, behind = read_arguments(written.text[:at], name.end() + 1, ")", "=", _QUOTES)
         except ValueError as error:

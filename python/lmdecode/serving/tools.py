@@ -333,6 +333,8 @@ class _Rules:
         self._rules: dict[str, str] = {}
         self._of_schema: dict[int, str] = {}  # of key_values, by the schema's id
         self._kept: list[Any] = []  # so that no id is given twice
+        self._root: Mapping[str, Any] = {}  # of the tool whose rules are written
+        self._is_strict = False
 
     def add(self, name: str, body: str) -> str:
         """Add a rule; return its name."""
@@ -363,33 +365,30 @@ class _Rules:
 
     def arguments(self, name: str, tool: Tool) -> str:
         """Add the rules of a tool's arguments; return a term of Lark for them."""
-        kind, schema = self._form.arguments, tool.parameters
+        kind, root = self._form.arguments, tool.parameters
+        self._root, self._is_strict = root, tool.strict
         if kind == "json":
-            return self.add(f"{name}_a", self._json(schema, schema, tool.strict))
-        root = schema
-        found = resolved(schema, root)
+            return self.add(f"{name}_a", self._json(root))
+        found = resolved(root, root)
         if kind == "key_values":
-            return self._entries(name, found, root, tool.strict, ":", ",", self._key_value)
+            return self._entries(name, found, ":", ",", self._key_value)
         if kind == "keywords":
-            return self._entries(name, found, root, tool.strict, "=", ", ", self._keyword)
+            return self._entries(name, found, "=", ", ", self._keyword)
         keys, required = '"/function>"', _required(found)
         for index, (key, value) in reversed([*enumerate(properties_of(found).items())]):
-            part = self._tag(f"{name}_p{index}", key, value, root, tool.strict)
+            part = self._tag(f"{name}_p{index}", key, value)
             with_key = f"{literal(f'parameter={key}>')} {part} {keys}"
             keys = self.add(
                 f"{name}_k{index}", with_key if key in required else f"{with_key} | {keys}"
             )
         return self.add(f"{name}_a", f'"<" {keys}')
 
-    @staticmethod
-    def _json(schema: Any, root: Mapping[str, Any], is_strict: bool) -> str:
-        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        whole = {**shared, **schema} if isinstance(schema, dict) else schema
-        return f"%json {schema_text(whole, strict=is_strict, space=SHORT_SPACE)}"
+    def _json(self, schema: Any, shared: Sequence[str] = ("$defs", "definitions")) -> str:
+        if isinstance(schema, dict):
+            schema = {**{key: self._root[key] for key in shared if key in self._root}, **schema}
+        return f"%json {schema_text(schema, strict=self._is_strict, space=SHORT_SPACE)}"
 
-    def _tag(
-        self, name: str, key: str, schema: Any, root: Mapping[str, Any], is_strict: bool
-    ) -> str:
+    def _tag(self, name: str, key: str, schema: Any) -> str:
         """Add the rules of a value; return what stands for it and for all up to the next ``<``."""
         if not re.fullmatch(r"[^<>\n]{1,200}", key):
             raise ValueError(
@@ -397,9 +396,9 @@ class _Rules:
                 "and new lines"
             )
         close = "\n</parameter>\n<"
-        found = resolved(schema, root)
-        if allowed_types(schema, root) != {"string"}:
-            value = self.add(f"{name}_v", self._json(schema, root, is_strict))
+        found = resolved(schema, self._root)
+        if allowed_types(schema, self._root) != {"string"}:
+            value = self.add(f"{name}_v", self._json(schema))
             return self.add(name, f'"\\n" {value} {literal(close)}')
         choices = choices_of(found)
         if choices is not None:
@@ -411,7 +410,7 @@ class _Rules:
                 if any(_VALUE_END.match(text, at) and text[:at] in texts for at in ends):
                     raise ValueError(f"the value {text!r} begins as another one and its end")
             return self.add(name, " | ".join(literal(f"\n{text}{close}") for text in sorted(texts)))
-        _check_string(found, is_strict)
+        _check_string(found, self._is_strict)
         count = _lengths(found)
         text = "v" + re.sub("[^0-9]", "_", count)
         if f"{text}[lazy]" not in self._rules:
@@ -426,11 +425,9 @@ class _Rules:
         self,
         name: str,
         schema: Mapping[str, Any],
-        root: Mapping[str, Any],
-        is_strict: bool,
         between: str,
         comma: str,
-        value_of: Callable[[str, Any, Mapping[str, Any], bool], str],
+        value_of: Callable[[str, Any], str],
     ) -> str:
         """Add rules of keys and values in the order of a schema, with commas between them."""
         items = []
@@ -438,7 +435,7 @@ class _Rules:
         for index, (key, value) in enumerate(properties_of(schema).items()):
             if not re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
                 raise ValueError(f"the key {key!r} is no name; expected letters, digits and _")
-            rule = value_of(f"{name}_v{index}", value, root, is_strict)
+            rule = value_of(f"{name}_v{index}", value)
             items.append((f"{literal(key + between)} {rule}", key in required))
         first = later = '""'
         for index in reversed(range(len(items))):
@@ -451,43 +448,39 @@ class _Rules:
             later = self.add(f"{name}_l{index}", with_comma)
         return first
 
-    def _keyword(self, name: str, schema: Any, root: Mapping[str, Any], is_strict: bool) -> str:
-        if allowed_types(schema, root) == {"boolean"} and "const" not in resolved(schema, root):
+    def _keyword(self, name: str, schema: Any) -> str:
+        is_boolean = allowed_types(schema, self._root) == {"boolean"}
+        if is_boolean and "const" not in resolved(schema, self._root):
             return self.add(name, '"True" | "False"')
-        return self.add(name, self._json(schema, root, is_strict))
+        return self.add(name, self._json(schema))
 
-    def _key_value(self, name: str, schema: Any, root: Mapping[str, Any], is_strict: bool) -> str:
-        found = resolved(schema, root)
+    def _key_value(self, name: str, schema: Any) -> str:
+        found = resolved(schema, self._root)
         known = self._of_schema.get(id(found))
         if known is not None:
             return known
         self._kept.append(found)
         self._of_schema[id(found)] = name
-        return self.add(name, self._key_value_body(name, found, root, is_strict))
+        return self.add(name, self._key_value_body(name, found))
 
-    def _key_value_body(
-        self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], is_strict: bool
-    ) -> str:
+    def _key_value_body(self, name: str, schema: Mapping[str, Any]) -> str:
         quote = words_of(self._form.quote, self._tokens)
         parts = next((schema[key] for key in ("anyOf", "oneOf") if key in schema), None)
         if isinstance(parts, list) and parts:
-            names = [self._key_value(f"{name}_{i}", one, root, is_strict)
-                     for i, one in enumerate(parts)]  # fmt: skip
-            return " | ".join(names)
+            return " | ".join(self._key_value(f"{name}_{i}", one) for i, one in enumerate(parts))
         choices = choices_of(schema)
         if choices is not None:
-            texts = [self._value_text(choice) for choice in choices]
-            return " | ".join(texts)
-        types = allowed_types(schema, root)
+            return " | ".join(self._value_text(choice, quote) for choice in choices)
+        types = allowed_types(schema, self._root)
         bodies = []
         if "string" in types:
-            _check_string(schema, is_strict)
+            _check_string(schema, self._is_strict)
             bodies.append(self._string(name, quote, schema))
         if "array" in types:
-            item = self._key_value(f"{name}_i", schema.get("items", {}), root, is_strict)
+            item = self._key_value(f"{name}_i", schema.get("items", {}))
             bodies.append(_list_of(item, schema))
         if "object" in types:
-            inner = self._entries(f"{name}_o", schema, root, is_strict, ":", ",", self._key_value)
+            inner = self._entries(f"{name}_o", schema, ":", ",", self._key_value)
             bodies.append(f'"{{" {inner} "}}"')
         rest = types & {"integer", "number", "boolean", "null"}
         if "number" in rest:
@@ -495,11 +488,8 @@ class _Rules:
         keys = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
         limits = {key: schema[key] for key in keys if key in schema}
         if rest:
-            plain = {"type": sorted(rest), **limits}
             bodies.append(
-                self.add(
-                    f"{name}_n", f"%json {schema_text(plain, strict=is_strict, space=SHORT_SPACE)}"
-                )
+                self.add(f"{name}_n", self._json({"type": sorted(rest), **limits}, shared=()))
             )
         return " | ".join(bodies)
 
@@ -511,17 +501,12 @@ class _Rules:
             return f"{quote} {text} {quote}"
         return f"{quote} {self.add(f'{name}_s[lazy]', f'{text} {literal(word)}')}"
 
-    def _value_text(self, value: Any) -> str:
+    def _value_text(self, value: Any, quote: str) -> str:
         """Return the one way in which a value is written."""
         if isinstance(value, str):
-            quote = self._form.quote
-            if quote in value:
-                raise ValueError(f"the value {value!r} has {quote}; expected none")
-            return (
-                words_of(quote, self._tokens)
-                + f" {literal(value)} "
-                + words_of(quote, self._tokens)
-            )
+            if self._form.quote in value:
+                raise ValueError(f"the value {value!r} has {self._form.quote}; expected none")
+            return f"{quote} {literal(value)} {quote}"
         if isinstance(value, (list, dict)):
             raise ValueError("enum has lists or objects; expected none for this model")
         return literal(json.dumps(value))
@@ -577,8 +562,5 @@ def _check_string(schema: Mapping[str, Any], is_strict: bool) -> None:
 
 def _required(schema: Mapping[str, Any]) -> frozenset[str]:
     found = schema.get("required")
-    return (
-        frozenset(k for k in found if isinstance(k, str))
-        if isinstance(found, list)
-        else frozenset()
-    )
+    keys = found if isinstance(found, list) else ()
+    return frozenset(key for key in keys if isinstance(key, str))
