@@ -10,7 +10,7 @@ from lmdecode.serving.grammar import GrammarCompiler
 from lmdecode.serving.tokenizer import Tokenizer
 from lmdecode.serving.tool_calls import FORMATS, ToolFormat
 from lmdecode.serving.tools import check_tools
-from tests.serving.grammar_cases import KJV, TOOLS, allowed, compiler_of, function, written
+from tests.serving.grammar_cases import KJV, TOOLS, accepts, allowed, compiler_of, function, written
 
 ADDED = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<escape>", "<|python_tag|>"]
 
@@ -153,6 +153,15 @@ def test_markers_are_the_tokens_that_they_are(
     mistral = ToolFormat.of_template("[TOOL_CALLS] [ARGS]", tokenizer)
     ids = {tokenizer.inner.token_to_id(word) for word in ADDED[2:4]}
     assert mistral.kept_special_ids == ids
+
+
+def test_a_schema_may_allow_anything(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    format = FORMATS["functiongemma"].with_tokenizer(tokenizer)
+    tools = [function("f", {"properties": {"a": {"type": "array"}, "b": {}, "c": True}})]
+    grammar = compiler.compile(format.grammar(tools, "required"))
+    text = "call:f{a:[1,[<escape>x<escape>]],b:[[{}]],c:null}"
+    text = f"<start_function_call>{text}<end_function_call>"
+    assert accepts(grammar, tokenizer, text, tokenizer.vocab_size)
 
 
 def test_no_grammar_where_none_is_needed() -> None:

@@ -135,6 +135,7 @@ VALUE_END = (
     rf"|\n[ \t]*(?:<parameter=|</function>{_GAP}</tool_call>)"
 )
 
+_ANYTHING: dict[str, Any] = {}  # a schema, one for all: the rules of calls know it by its id
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 
 
@@ -142,7 +143,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema, or the one of ``root`` that it refers to; an empty one for anything else."""
     for _ in range(20):
         if not isinstance(schema, Mapping):
-            return {}
+            return _ANYTHING
         reference = schema.get("$ref")
         if not isinstance(reference, str):
             return schema
@@ -150,7 +151,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
         for part in reference.removeprefix("#").strip("/").split("/"):
             part = part.replace("~1", "/").replace("~0", "~")
             schema = schema.get(part) if isinstance(schema, Mapping) and part else schema
-    return {}
+    return _ANYTHING
 
 
 def allowed_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
@@ -477,7 +478,7 @@ class _Rules:
             _check_string(schema, self._is_strict)
             bodies.append(self._string(name, quote, schema))
         if "array" in types:
-            item = self._key_value(f"{name}_i", schema.get("items", {}))
+            item = self._key_value(f"{name}_i", schema.get("items", _ANYTHING))
             bodies.append(_list_of(item, schema))
         if "object" in types:
             inner = self._entries(f"{name}_o", schema, ":", ",", self._key_value)
