@@ -143,18 +143,14 @@ class Chat:
         return cls(service, job, prompt, tools, envelope, is_parallel, named)
 
     def _message(self, answer: Answer) -> _Message:
-        message = self._messages.get(answer.index)
-        if message is None:
-            thoughts, calls = self.service.reasoning, None
-            if self.tools is not None:
-                calls = self.service.tool_format.stream(self.tools)
-            message = _Message(
+        if answer.index not in self._messages:
+            thoughts, tools = self.service.reasoning, self.tools
+            self._messages[answer.index] = _Message(
                 None if thoughts is None else thoughts.stream(thoughts.starts_inside(self.prompt)),
-                calls,
+                None if tools is None else self.service.tool_format.stream(tools),
                 is_parallel=self.is_parallel,
             )
-            self._messages[answer.index] = message
-        return message
+        return self._messages[answer.index]
 
     def _reason(self, piece: AnswerPart, message: _Message) -> str | None:
         is_call = message.has_calls and piece.finish_reason == "stop" and not self.is_named
@@ -187,7 +183,7 @@ class Chat:
         """Yield the bodies of pieces, as they come."""
         for answer in work.answers:
             delta = {"role": "assistant", "content": ""}
-            yield self.envelope.body([self._choice(answer, delta, None, None)], work.usage_of_piece)
+            yield self.envelope.body([_piece(answer, delta)], work.usage_of_piece)
         async for answer, piece in work.pieces():
             message, is_last = self._message(answer), piece.finish_reason is not None
             is_cut = piece.finish_reason == "length"
@@ -196,7 +192,7 @@ class Chat:
                 continue
             logprobs = self._logprobs(piece)
             for delta in deltas:
-                choice = self._choice(answer, delta, logprobs, None)
+                choice = _piece(answer, delta, logprobs)
                 if is_last and delta is deltas[-1]:
                     choice["finish_reason"] = self._reason(piece, message)
                     choice["stop_reason"] = answer.stop_reason
@@ -205,19 +201,9 @@ class Chat:
         if self.job.parameters.includes_usage:
             yield self.envelope.body([], work.usage)
 
-    def _choice(
-        self,
-        answer: Answer,
-        delta: Mapping[str, Any],
-        logprobs: dict[str, Any] | None,
-        reason: str | None,
-    ) -> dict[str, Any]:
-        return {
-            "index": answer.index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        }
+
+def _piece(answer: Answer, delta: Mapping[str, Any], logprobs: Any = None) -> dict[str, Any]:
+    return {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
 def _joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
@@ -229,14 +215,9 @@ def _joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
             if name in delta:
                 message[name] = message.get(name, "") + delta[name]
         for part in delta.get("tool_calls", ()):
-            call = calls.setdefault(
-                part["index"],
-                {
-                    "id": part["id"],
-                    "type": "function",
-                    "function": {"name": "", "arguments": ""},
-                },
-            )
+            function = {"name": "", "arguments": ""}
+            new = {"id": part["id"], "type": "function", "function": function}
+            call = calls.setdefault(part["index"], new)
             for name, text in part.get("function", {}).items():
                 call["function"][name] += text
     if calls:

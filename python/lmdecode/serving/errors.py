@@ -9,9 +9,7 @@ from typing import Any
 
 from lmdecode._checks import Error
 
-__all__ = [
-    "BadRequest", "RequestError", "error_body", "error_of_engine", "error_of_step", "reason_of",
-]  # fmt: skip
+__all__ = ["BadRequest", "RequestError", "error_of_engine", "error_of_step", "reason_of"]
 
 logger = logging.getLogger("lmdecode.serving")
 
@@ -26,13 +24,6 @@ _KINDS = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-
-
-def error_body(
-    message: str, kind: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Return an error as OpenAI's API has it."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class RequestError(Error):
@@ -60,7 +51,8 @@ class RequestError(Error):
     def body(self) -> dict[str, Any]:
         """The JSON of the response."""
         kind = _KINDS.get(self.status, "invalid_request_error")
-        return error_body(str(self), kind, self.param, self.code)
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 class BadRequest(RequestError, ValueError):
