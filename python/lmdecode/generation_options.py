@@ -31,8 +31,8 @@ class Option(NamedTuple):
     continuous: str | None = None
     # Ray Data: "padded" if it does the same to a row whatever its padding, "row by row", "refused".
     job: str | None = None
-    # Of the server: how a field of it reaches the engine; "default": it is none, and an entry of
-    # the model's generation config reaches it as other fields do.
+    # Of the server: how a field reaches the engine. "default": no request has such a field, but the
+    # server follows the entry of the model's generation config.
     field: Literal["passed", "converted", "default"] | None = None
     alias: str | None = None  # that field in other servers
     is_replaced: bool = False  # llama.cpp leaves it out where there is mirostat
