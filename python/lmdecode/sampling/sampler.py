@@ -520,8 +520,8 @@ class CompactSampler(Sampler):
         """
         results = self._results_of(count, -1)
         self._find_room(steps)
-        _, *room = self._sizes
-        return run(DrawingRows(self._state[:count], *room, results.memory)), results
+        _, text, rules = self._sizes
+        return run(DrawingRows(self._state[:count], text, rules, results.memory)), results
 
     def verify(
         self, logits: Tensor, draft: Tensor, first: int = 0
