@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from lmdecode.serving.text_stream import held
-from lmdecode.serving.tool_readers import Written
+from lmdecode.serving.tool_readers import Output
 from lmdecode.serving.tools import tokens_of_words, words_of
 
 __all__ = ["ReasoningDelta", "ReasoningFormat", "ReasoningParser"]
@@ -30,8 +30,8 @@ class ReasoningParser:
     ``read`` yields pieces of what is written so far, which it takes away, and None for more text.
     """
 
-    def __init__(self, read: Callable[[Written], _Pieces]) -> None:
-        self._written = Written()
+    def __init__(self, read: Callable[[Output], _Pieces]) -> None:
+        self._written = Output()
         self._pieces = read(self._written)
 
     def push(self, text: str) -> list[ReasoningDelta]:
@@ -130,7 +130,7 @@ class ReasoningFormat:
         return thoughts or None, content
 
 
-def _between_tags(written: Written, format: ReasoningFormat, is_inside: bool) -> _Pieces:
+def _between_tags(written: Output, format: ReasoningFormat, is_inside: bool) -> _Pieces:
     """Read thoughts between two words, once, at the beginning of a text."""
     while not is_inside:
         start = written.text.lstrip()
@@ -153,7 +153,7 @@ def _between_tags(written: Written, format: ReasoningFormat, is_inside: bool) ->
         yield None
 
 
-def _thoughts(written: Written, format: ReasoningFormat) -> _Pieces:
+def _thoughts(written: Output, format: ReasoningFormat) -> _Pieces:
     """Read thoughts up to the word that closes them."""
     space, has_given = "", False
     is_opened = False  # by the word within the thoughts, which is passed over once
@@ -191,7 +191,7 @@ _BEGINNING = ("<|start|>", "<|channel|>", "to=")
 _MAX_HEADER = 400
 
 
-def _between_channels(written: Written) -> _Pieces:
+def _between_channels(written: Output) -> _Pieces:
     """Read messages with a header that names their channel; calls of tools are content."""
     given: set[str] = set()  # kinds
     while True:

@@ -18,8 +18,8 @@ from lmdecode.serving.text_stream import held
 from lmdecode.serving.tool_readers import (
     FoundCalls,
     NoCall,
+    Output,
     Reading,
-    Written,
     fenced_calls,
     json_calls,
     key_value_calls,
@@ -42,7 +42,7 @@ _MOST_BEGIN = 1000  # characters of a text that show whether it begins as a call
 _NAME_KEYS = ('"name":', '"function":', '"function":{"name":', '"type":"function","name":',
               '"type":"function","function":{"name":')  # fmt: skip
 _Schemas = Mapping[str, Mapping[str, Any]]
-Reader = Callable[[Written, int, _Schemas, Collection[str] | None], Reading]
+Reader = Callable[[Output, int, _Schemas, Collection[str] | None], Reading]
 
 
 class ContentDelta(NamedTuple):
@@ -76,7 +76,7 @@ class StreamingToolParser:
         self._names = None if known is None else frozenset(self._schemas)
         self._text = ""
         self._reading: Reading | None = None
-        self._written = Written()
+        self._written = Output()
         self._at = 0  # where it begins
         self._marker = 0  # the end of what began it
         self._is_marked = False  # what began it is part of no usual text
@@ -320,7 +320,7 @@ def _pythonic(*closes: str, until: str = "", is_bare: bool = False) -> Reader:
 def _either(first: Reader, second: Reader) -> Reader:
     """Return a reader that reads the second way where the first finds no call."""
 
-    def read(text: Written, at: int, schemas: _Schemas, names: Collection[str] | None) -> Reading:
+    def read(text: Output, at: int, schemas: _Schemas, names: Collection[str] | None) -> Reading:
         try:
             return (yield from first(text, at, schemas, names))
         except NoCall:
@@ -329,7 +329,7 @@ def _either(first: Reader, second: Reader) -> Reader:
     return read
 
 
-def _fenced(text: Written, at: int, schemas: _Schemas, names: Collection[str] | None) -> Reading:
+def _fenced(text: Output, at: int, schemas: _Schemas, names: Collection[str] | None) -> Reading:
     return fenced_calls(text, at, names)
 
 

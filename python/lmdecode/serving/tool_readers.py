@@ -23,7 +23,7 @@ from lmdecode.serving.tools import (
 )
 
 __all__ = [
-    "FoundCalls", "NoCall", "Reading", "Written", "fenced_calls", "json_calls", "key_value_calls",
+    "FoundCalls", "NoCall", "Output", "Reading", "fenced_calls", "json_calls", "key_value_calls",
     "named_calls", "python_calls", "tagged_calls",
 ]  # fmt: skip
 
@@ -251,7 +251,7 @@ class FoundCalls(NamedTuple):
 
 
 @dataclass
-class Written:
+class Output:
     """The text that a model has written so far; ``is_last``: there is no more of it."""
 
     text: str = ""
@@ -282,7 +282,7 @@ def load_json(text: str) -> Any:
         raise NoCall(str(error)) from None
 
 
-def _after(written: Written, at: int, space: re.Pattern[str] = _SPACE) -> _Waiting[int]:
+def _after(written: Output, at: int, space: re.Pattern[str] = _SPACE) -> _Waiting[int]:
     """Return where something follows a space, or the text ends."""
     while True:
         found = space.match(written.text, at)
@@ -292,7 +292,7 @@ def _after(written: Written, at: int, space: re.Pattern[str] = _SPACE) -> _Waiti
         yield
 
 
-def _begins(written: Written, at: int, word: str) -> _Waiting[bool]:
+def _begins(written: Output, at: int, word: str) -> _Waiting[bool]:
     """Return whether a word is at a place."""
     while word != (found := written.text[at : at + len(word)]):
         if written.is_last or not word.startswith(found):
@@ -302,7 +302,7 @@ def _begins(written: Written, at: int, word: str) -> _Waiting[bool]:
 
 
 def _end_of(
-    written: Written, at: int, quotes: Sequence[str] = ('"',), escapes: bool = True
+    written: Output, at: int, quotes: Sequence[str] = ('"',), escapes: bool = True
 ) -> _Waiting[int]:
     """Return where brackets close that open at a place; a bracket between two quotes is text."""
     quoted = "|".join(map(re.escape, quotes))  # one that begins with another one stands before it
@@ -344,7 +344,7 @@ def _end_of(
 
 
 def _closed(
-    written: Written, calls: list[tuple[str, str]], at: int, closes: Sequence[str]
+    written: Output, calls: list[tuple[str, str]], at: int, closes: Sequence[str]
 ) -> Reading:
     """Read the words that may close calls, in their order."""
     for close in closes:
@@ -390,7 +390,7 @@ def _calls_of_one(
 
 
 def json_calls(
-    written: Written,
+    written: Output,
     at: int,
     closes: Sequence[str] = (),
     names: Collection[str] | None = None,
@@ -413,7 +413,7 @@ def json_calls(
 
 
 def _braced(
-    written: Written,
+    written: Output,
     at: int,
     header: re.Pattern[str],
     arguments: Callable[[str, int], str],
@@ -439,7 +439,7 @@ def _braced(
 
 
 def named_calls(
-    written: Written, at: int, header: re.Pattern[str], closes: Sequence[str] = ()
+    written: Output, at: int, header: re.Pattern[str], closes: Sequence[str] = ()
 ) -> Reading:
     """Read a name, a word, and an object: ``name[ARGS]{...}``; ``closes`` may follow."""
 
@@ -449,7 +449,7 @@ def named_calls(
     return _braced(written, at, header, arguments, closes)
 
 
-def key_value_calls(written: Written, at: int, quote: str, closes: Sequence[str] = ()) -> Reading:
+def key_value_calls(written: Output, at: int, quote: str, closes: Sequence[str] = ()) -> Reading:
     """Read ``call:name{key:value,...}``, whose strings are between two ``quote``, tokens."""
 
     def arguments(text: str, brace: int) -> str:
@@ -473,7 +473,7 @@ _BEFORE_TAG = re.compile(r"\n?(?:</parameter>)?[ \t\r\n]*")
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"')
 
 
-def _tag(written: Written, at: int) -> _Waiting[tuple[str, int]]:
+def _tag(written: Output, at: int) -> _Waiting[tuple[str, int]]:
     """Return what stands up to the end of a tag, and where it ends; raise ``NoCall``."""
     while True:
         found = _TAG.match(written.text, at)
@@ -486,7 +486,7 @@ def _tag(written: Written, at: int) -> _Waiting[tuple[str, int]]:
 
 
 def tagged_calls(
-    written: Written,
+    written: Output,
     at: int,
     schemas: Mapping[str, Mapping[str, Any]],
     closes: Sequence[str] = (),
@@ -523,7 +523,7 @@ class _TaggedValue:
     """
 
     def __init__(
-        self, written: Written, tag: str, values: dict[str, Any], schema: Mapping[str, Any]
+        self, written: Output, tag: str, values: dict[str, Any], schema: Mapping[str, Any]
     ) -> None:
         self._written, self._values, self._schema = written, values, schema
         self._known = properties_of(resolved(schema, schema))
@@ -618,7 +618,7 @@ class _TaggedValue:
 
 
 def python_calls(
-    written: Written,
+    written: Output,
     at: int,
     closes: Sequence[str] = (),
     until: str = "",
@@ -658,7 +658,7 @@ def python_calls(
         calls.append((name[0], dump_json(found)))
 
 
-def fenced_calls(written: Written, at: int, names: Collection[str] | None) -> Reading:
+def fenced_calls(written: Output, at: int, names: Collection[str] | None) -> Reading:
     """Read a block of Markdown: calls in JSON, or as Python writes them, of tools in ``names``."""
     at = yield from _after(written, at)
     if not written.text.startswith(("{", "["), at):
