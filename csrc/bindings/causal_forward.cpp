@@ -2,6 +2,7 @@
 #include "decoder/causal_forward.h"
 
 #include <algorithm>
+#include <chrono>
 
 #include "bindings/causal_checks.h"
 #include "bindings/kv_cache_checks.h"
@@ -193,7 +194,7 @@ Tensor causal_steps(const Tensor& memory, const Tensor& layout, const Integers& 
                     const Tensor& workspace, const Tensor& tokens, const Tensor& entries,
                     int64_t max_rows, const Tensor& state, int64_t text_capacity,
                     int64_t rules_capacity, const Tensor& results, const Tensor& ends,
-                    Tensor chosen) {
+                    Tensor chosen, double seconds) {
   const char* const op = kStepsOp;
   const Arguments arguments(op);
   const int64_t rows = tokens.numel();
@@ -227,6 +228,8 @@ Tensor causal_steps(const Tensor& memory, const Tensor& layout, const Integers& 
   Tensor read = new_tensor(tokens, {rows}, ScalarType::Long);  // results may be where tokens are
   auto* const next = static_cast<int64_t*>(read.mutable_data_ptr());
   std::copy_n(last, rows, next);
+  using Clock = std::chrono::steady_clock;
+  const auto begun = Clock::now();
   int64_t taken = 0;
   for (bool goes_on = true; goes_on && taken < most; ++taken) {
     const Tensor logits =
@@ -237,6 +240,7 @@ Tensor causal_steps(const Tensor& memory, const Tensor& layout, const Integers& 
     std::copy_n(p.index, rows, next);
     std::copy_n(p.index, rows, out + taken * rows);
     for (int64_t row = 0; row < rows; ++row) goes_on &= !has_ended(row);
+    goes_on &= std::chrono::duration<double>(Clock::now() - begun).count() < seconds;
   }
   Tensor steps = new_tensor(tokens, {}, ScalarType::Long);
   *static_cast<int64_t*>(steps.mutable_data_ptr()) = taken;

@@ -11,7 +11,7 @@ import torch
 
 import lmdecode
 from lmdecode import BeamRequest, BeamResult, BeamSearch
-from lmdecode.decoder import searches, stepwise
+from lmdecode.decoder import searches
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.reference.decoder import decoder_logits
 from tests.decoder.random_decoder import KINDS, random_decoder
@@ -306,7 +306,7 @@ def test_a_signal_is_handled_between_steps(
 
     expected = sorted(new_batch().run(), key=lambda result: result.request_id)
     of_model = [decoding.decoder.of_model[0].nbytes, decoding.decoder.of_model[1].nbytes]
-    monkeypatch.setattr(stepwise, "_BYTES_OF_FIRST_PART", first_part * sum(of_model))
+    monkeypatch.setattr(searches, "_BYTES_OF_FIRST_PART", first_part * sum(of_model))
     batch, calls, run = new_batch(), [], searches.DecodingSearches._run
 
     def interrupted(self: Any, options: list[int], logits: Any) -> int:

@@ -49,7 +49,7 @@ def arguments_of(
     return [
         model.memory, model.layout, model.sizes, model.numbers, caches._tensors,
         model.cache_windows, caches._workspace, torch.tensor([5, 6, 7]), table, caches.max_rows,
-        sampler._state, text, rules, results, ends, chosen,
+        sampler._state, text, rules, results, ends, chosen, 60.0,
     ]  # fmt: skip
 
 
@@ -109,6 +109,13 @@ def test_a_row_that_fails_is_the_last_step() -> None:
     arguments = arguments_of(running(), sampler)
     assert ops.causal_steps_(*arguments) == 1
     assert [bool(status) for status in arguments[RESULTS][-ROWS:]] == [False, True, False]
+
+
+def test_steps_end_with_the_time() -> None:
+    want = one_by_one(running(), new_sampler())
+    arguments = arguments_of(running(), new_sampler())
+    assert ops.causal_steps_(*arguments[:-1], 0.0) == 1
+    assert arguments[CHOSEN][0].equal(want[0])
 
 
 def test_no_step_changes_nothing() -> None:

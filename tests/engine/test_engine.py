@@ -152,14 +152,34 @@ def test_steps_ahead_give_what_steps_give(
 
 def test_a_request_is_cancelled_between_parts(llama: lmdecode.Decoding) -> None:
     engine = llama.engine(max_requests=2, capacity=CAPACITY)
-    engine._parts.steps = 4
     first, second = (engine.submit(random_tokens(9, n), max_new_tokens=40) for n in range(2))
-    for count in (1, 2, 6):  # after the prompts; by the rows as they are now; four steps ahead
-        engine.run_ahead()
-        assert len(first._state.tokens) == count
+    for _ in range(4):
+        engine.run_ahead(0.0)  # a step at least
+    assert len(first._state.tokens) == 4
     first.cancel()
     assert second.result().tokens == greedy(llama, random_tokens(9, 1).tolist(), 40)
     assert first.finish_reason == "cancelled" and is_whole(engine)
+
+
+def test_an_interrupt_as_a_text_leaves(
+    llama: lmdecode.Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step fails: all requests end, and their places are free."""
+    engine = llama.engine(max_requests=2, capacity=CAPACITY)
+    first, second = (engine.submit(random_tokens(9, n), max_new_tokens=9 + n) for n in range(2))
+    truncate, calls = CausalCaches.truncate, list[None]()
+
+    def interrupted(self: CausalCaches, *arguments: Any) -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        truncate(self, *arguments)
+
+    monkeypatch.setattr(CausalCaches, "truncate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.result()
+    assert first.finish_reason == second.finish_reason == "error"
+    assert is_whole(engine)
 
 
 def test_prompts_that_begin_alike_are_computed_once(decoding: lmdecode.Decoding) -> None:

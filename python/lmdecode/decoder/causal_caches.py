@@ -256,13 +256,21 @@ class CausalCaches:
         return logits
 
     def steps(
-        self, entries: Tensor, tokens: Tensor, rows: DrawingRows, ends: Tensor, chosen: Tensor
+        self,
+        entries: Tensor,
+        tokens: Tensor,
+        rows: DrawingRows,
+        *,
+        ends: Tensor,
+        chosen: Tensor,
+        seconds: float,
     ) -> int:
         """Run steps in C++: read a token of each entry, choose the next, read it; return how many.
 
         ``tokens``, [rows] int64, are the first to be read, by ``entries`` of one token each. The
         step in which a row chooses one of its ``ends``, [rows, n] int64 (-1: none), or fails, is
-        the last. ``chosen``, [steps, rows] int64, receives the tokens.
+        the last, or the first that ends after so many seconds. ``chosen``, [steps, rows] int64,
+        receives the tokens.
         """
         model = self.model
         return int(
@@ -280,6 +288,7 @@ class CausalCaches:
                 *rows,
                 ends,
                 chosen,
+                seconds,
             )
         )
 

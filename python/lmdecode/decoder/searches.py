@@ -17,10 +17,14 @@ from lmdecode.beam.trie import Trie, tensors_of_tries
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
 from lmdecode.decoder.huge_memory import new_memory
 from lmdecode.decoder.state import DecodingCaches, caches_bytes, new_caches
-from lmdecode.decoder.stepwise import StepParts
 from lmdecode.decoder.weights import PackedDecoder
 
 __all__ = ["DecodingSearches", "check_length", "length_limits", "new_searches"]
+
+# C++ runs a part of the steps, then Python handles signals, such as Ctrl-C: the target time of a
+# part, and the bytes of weights that the first part reads.
+_SECONDS_OF_A_PART = 0.1
+_BYTES_OF_FIRST_PART = 1 << 28
 
 
 def length_limits(decoder: PackedDecoder | DeviceDecoder) -> list[tuple[int, str]]:
@@ -85,7 +89,8 @@ class DecodingSearches:
             caches = new_caches(decoder.config, *sizes, self._memory)
         self.caches = caches
         self._workspace = self._memory[caches_size : caches_size + workspace_size]
-        self._weights = sum(tensor.nbytes for tensor in decoder.of_model[:2])
+        weights = sum(tensor.nbytes for tensor in decoder.of_model[:2])
+        self._first_part = max(1, _BYTES_OF_FIRST_PART // max(1, weights))
 
     def read_memory(self, memory: Tensor, lengths: Tensor, requests: Tensor) -> None:
         """Compute the keys and values of memories, [n, source, memory_size] float32.
@@ -114,18 +119,19 @@ class DecodingSearches:
         row. With [2, rows, V] the second half gets the scores: the logits after the rules, with
         beams the log-probabilities after them.
         """
-        parts, done = StepParts(self._weights), 0
-        counts_ended = stop_when_done and max_steps > parts.steps
+        part, done = self._first_part, 0
+        counts_ended = stop_when_done and max_steps > part
         num_running = self._num_running() if counts_ended else 0
         while True:
-            asked, begun = min(parts.steps, max_steps - done), time.perf_counter()
+            asked, begun = min(part, max_steps - done), time.perf_counter()
             steps = self._run([asked, int(stop_when_done), 1], logits)
             done += steps
             if steps < asked or done == max_steps:
                 return done
             if counts_ended and self._num_running() < num_running:
                 return done
-            parts.took(asked, time.perf_counter() - begun)
+            of_time = part * _SECONDS_OF_A_PART / (time.perf_counter() - begun)
+            part = max(1, min(2 * part, int(of_time)))
 
     def _num_running(self) -> int:
         return int(self.are_running().sum())

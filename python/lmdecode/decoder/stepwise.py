@@ -1,4 +1,4 @@
-"""What a decoding loop needs: ``StepwiseModel``, and ``StepParts`` of a loop in C++."""
+"""``StepwiseModel``: what a decoding loop needs of a model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["StepParts", "StepwiseModel"]
-
-_SECONDS_OF_A_PART = 0.1
-_BYTES_OF_FIRST_PART = 1 << 28
+__all__ = ["StepwiseModel"]
 
 
 class StepwiseModel(Protocol):
@@ -26,18 +23,3 @@ class StepwiseModel(Protocol):
 
     def reorder(self, parents: Tensor) -> None:
         """Let each row go on from what row ``parents[row]`` has read; [rows] int64."""
-
-
-class StepParts:
-    """How many steps run in C++ before Python handles signals, such as Ctrl-C: 0.1 s of them.
-
-    ``steps`` begins with a guess from ``weights``, the bytes that a step reads.
-    """
-
-    def __init__(self, weights: int) -> None:
-        self.steps = max(1, _BYTES_OF_FIRST_PART // max(1, weights))
-
-    def took(self, steps: int, seconds: float) -> None:
-        """Set the size of the next part, which at most doubles."""
-        of_time = int(steps * _SECONDS_OF_A_PART / max(seconds, 1e-9))
-        self.steps = max(1, min(2 * self.steps, of_time))

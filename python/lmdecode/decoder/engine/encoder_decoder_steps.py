@@ -213,7 +213,8 @@ class EncoderDecoderSteps:
         place = self._place_of(sequence)
         self._state.done[place] = 1
         self._grows[place] = 0
-        self._free.append(place)
+        if place not in self._free:  # an interrupted call may have come so far
+            self._free.append(place)
         sequence.places, self._rows = [], None
 
     def _place_of(self, sequence: WrittenSequence) -> int:

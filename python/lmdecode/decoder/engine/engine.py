@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
@@ -16,6 +15,7 @@ from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.decoder.engine.request import (
+    SECONDS_AHEAD,
     DrawnSequence,
     Grammar,
     Request,
@@ -26,7 +26,6 @@ from lmdecode.decoder.engine.request import (
 from lmdecode.decoder.engine.rows import DrawnRows, Ended, SearchedRows
 from lmdecode.decoder.engine.steps import causal_parts, encoder_decoder_parts
 from lmdecode.decoder.engine.submission import Encoder, RequestParameters
-from lmdecode.decoder.stepwise import StepParts
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.decoder.worker_threads import release_worker_threads, stopped_at_exit
 
@@ -155,10 +154,11 @@ class Engine:
         self._searched = SearchedRows(self._model.caches, self._vocab)
         self._arrived: deque[WrittenSequence] = deque()  # without places
         self._steps = self._new_tokens = 0  # of searches
-        self._parts = StepParts(model.memory.nbytes)
         self._lock = threading.RLock()  # held during a step
         self._stepper: int | None = None  # the thread that runs a step
+        self._asking: set[int] = set()  # threads that wait for the lock to run one
         self._beginning: list[WrittenSequence] = []  # prompts are read, rows are not assigned yet
+        self._leaving: list[WrittenSequence] = []  # they have ended, and have places
         self._life = threading.Lock()  # of start and stop
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -408,13 +408,18 @@ class Engine:
             The error that stopped the step, such as a ``MemoryError``. It ends all requests that
             have slots.
         """
-        return self._step("step", 1)
+        return self._step("step", None)
 
-    def run_ahead(self) -> bool:
-        """Run steps for about 0.1 s, or fewer: until a request ends, or needs Python at each step.
+    def run_ahead(self, seconds: float = SECONDS_AHEAD) -> bool:
+        """Run steps for about so many seconds: fewer if a request ends, or needs Python each step.
 
         The tokens are those of ``step``, and come all at once. Sampled texts of a decoder-only
         model, without grammars, log-probabilities and drafts, need nothing of Python.
+
+        Parameters
+        ----------
+        seconds : float
+            A step that begins earlier ends later. Signals, cancelled and new requests wait so long.
 
         Returns
         -------
@@ -426,12 +431,17 @@ class Engine:
         Exception
             As of ``step``.
         """
-        return self._step("run_ahead", self._parts.steps)
+        return self._step("run_ahead", seconds)
 
-    def _step(self, method: str, most: int) -> bool:
+    def _step(self, method: str, seconds: float | None) -> bool:
         self.check_outside(method)
+        thread = threading.get_ident()
+        self._asking.add(thread)
         with self._lock, torch.no_grad():
-            self._stepper = threading.get_ident()
+            self._asking.discard(thread)
+            if self._asking:
+                seconds = None  # a lock that is free more often comes to those who wait, too
+            self._stepper = thread
             told: list[RequestState] = []
             try:
                 if self._has_cancelled:
@@ -439,7 +449,7 @@ class Engine:
                     self._drop_cancelled(told)
                 if self._arrived:
                     self._admit()
-                self._compute(told, most)
+                self._compute(told, seconds)
             except BaseException as error:
                 self._fail_all(error, told)
                 raise
@@ -453,18 +463,17 @@ class Engine:
     def _everyone(self) -> list[WrittenSequence]:
         """Sequences that have slots."""
         searched = self._searched.running.values()
-        everyone = (*self._model.reading, *self._beginning, *self._drawn.running, *searched)
-        return list(dict.fromkeys(everyone))
+        begun = (*self._model.reading, *self._beginning, *self._drawn.running, *searched)
+        return list(dict.fromkeys((*begun, *self._leaving)))
 
     def _drop_cancelled(self, told: list[RequestState]) -> None:
-        for sequence in [s for s in self._everyone if s.request.is_cancelled]:
+        self._leaving = [s for s in self._everyone if s.request.is_cancelled]
+        for sequence in self._leaving:
             if sequence in self._model.reading:
                 self._model.reading.remove(sequence)
-            elif isinstance(sequence, DrawnSequence):
-                self._drawn.end(sequence)
             elif isinstance(sequence, SearchedSequence):
                 self._searched.end(sequence)
-            self._leave(Ended(sequence, "cancelled"), told)
+        self._leave_all([Ended(s, "cancelled") for s in self._leaving], told)
         for sequence in [s for s in tuple(self._arrived) if s.request.is_cancelled]:
             self._arrived.remove(sequence)
             sequence.request.end("cancelled")
@@ -481,15 +490,15 @@ class Engine:
                     self._arrived.popleft()
                     sequence.request.placed()
 
-    def _compute(self, told: list[RequestState], most: int) -> None:
-        """Run the model, and choose the next tokens; at most so many of a row."""
+    def _compute(self, told: list[RequestState], seconds: float | None) -> None:
+        """Run the model, and choose the next tokens: with seconds, of many steps where it can."""
         drawn, searched = self._drawn, self._searched
-        most = min(most, 0 if searched.running else drawn.steps_ahead)
-        if most > 1 and (ahead := self._model.ahead(drawn)) is not None:
+        ahead = None
+        if seconds is not None and not searched.running and drawn.steps_ahead > 1:
+            ahead = self._model.ahead(drawn)
+        if ahead is not None and seconds is not None:
             told += [sequence.request for sequence in drawn.running]
-            begun = time.perf_counter()
-            steps, ended = drawn.run_ahead(most, ahead)
-            self._parts.took(steps, time.perf_counter() - begun)
+            steps, ended = drawn.run_ahead(ahead, seconds)
             self._steps += steps
             self._leave_all(ended, told)
             return
@@ -516,10 +525,13 @@ class Engine:
         self._leave_all(ended, told)
 
     def _leave_all(self, ended: Sequence[Ended], told: list[RequestState]) -> None:
+        self._leaving = [end.sequence for end in ended]
         for end in ended:
-            if isinstance(end.sequence, DrawnSequence):
+            if end.sequence in self._drawn.running:
+                assert isinstance(end.sequence, DrawnSequence)
                 self._drawn.end(end.sequence)
             self._leave(end, told)
+        self._leaving = []
 
     def _begin(self, sequence: WrittenSequence) -> None:
         """Start decoding a sequence after its prompt."""
@@ -542,10 +554,13 @@ class Engine:
 
     def _fail_all(self, error: BaseException, told: list[RequestState]) -> None:
         """End every request that has a slot, and reset the engine for the waiting ones."""
-        everyone, self._beginning = self._everyone, []
+        everyone, self._beginning, self._leaving = self._everyone, [], []
         self._model.clear()
         for sequence in everyone:
-            self._model.leave(sequence, is_sound=False)
+            if sequence.places:
+                self._model.leave(sequence, is_sound=False)
+            if sequence.request.reason is not None:
+                continue  # it had ended
             failure = RuntimeError(f"Engine: a step failed ({error})")
             failure.__cause__ = error
             sequence.request.end("error", failure)

@@ -16,6 +16,7 @@ from lmdecode.beam.token_rules import TokenRules
 from lmdecode.sampling.sampler_rows import RowRules
 
 __all__ = [
+    "SECONDS_AHEAD",
     "DrawnSequence",
     "Driver",
     "EncoderInput",
@@ -31,6 +32,7 @@ __all__ = [
     "WrittenSequence",
 ]
 
+SECONDS_AHEAD = 0.02  # of steps in one op, for which signals and new requests wait
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -115,8 +117,8 @@ class Driver(Protocol):
     def step(self) -> object:
         """Run a step."""
 
-    def run_ahead(self) -> object:
-        """Run a step, or some at once."""
+    def run_ahead(self, seconds: float) -> object:
+        """Run a step, or some at once, for about so many seconds."""
 
     def drop_cancelled(self) -> None:
         """Make the next step look for cancelled requests. Takes no lock."""
@@ -181,7 +183,10 @@ class RequestState:
         if left is not None and left <= 0:
             raise TimeoutError(f"Request.result: {len(self.tokens)} tokens, and it goes on")
         if not self._driver.is_started:
-            (self._driver.run_ahead if until_end else self._driver.step)()
+            if until_end:
+                self._driver.run_ahead(SECONDS_AHEAD if left is None else min(SECONDS_AHEAD, left))
+            else:
+                self._driver.step()
             return False
 
         def is_due() -> bool:

@@ -36,6 +36,7 @@ __all__ = [
     "StepLogits",
 ]
 
+_MOST_AHEAD = 64  # steps in one op: rows of a sampler have room for the tokens of all
 _FAILED = {1: "NaN in its logits", 2: "no logit above -inf", 4: "an invalid score"}
 
 
@@ -80,7 +81,7 @@ class StepsAhead(Protocol):
     """Steps of a model in C++: ``CausalCaches.steps`` of its entries."""
 
     def __call__(
-        self, tokens: Tensor, rows: DrawingRows, *, ends: Tensor, chosen: Tensor
+        self, tokens: Tensor, rows: DrawingRows, *, ends: Tensor, chosen: Tensor, seconds: float
     ) -> int: ...
 
 
@@ -155,13 +156,14 @@ class DrawnRows(ReadRows):
 
     @property
     def steps_ahead(self) -> int:
-        """Most steps of these rows that need nothing of Python."""
+        """Steps of these rows that need nothing of Python, as many as are run at once."""
         if self.tokens is None or self._asks:
             return 0
-        return min(s.max_new_tokens - len(s.request.tokens) for s in self.running)
+        left = (s.max_new_tokens - len(s.request.tokens) for s in self.running)
+        return min(_MOST_AHEAD, *left)
 
-    def run_ahead(self, steps: int, run: StepsAhead) -> tuple[int, list[Ended]]:
-        """Have ``run`` do at most so many steps; return their number and the sequences that end."""
+    def run_ahead(self, run: StepsAhead, seconds: float) -> tuple[int, list[Ended]]:
+        """Have ``run`` do steps ahead; return their number and the sequences that end."""
         assert self.tokens is not None
         running = self.running
         if self._ends is None:
@@ -169,8 +171,9 @@ class DrawnRows(ReadRows):
             ends = [[*s.end_tokens, *[-1] * (most - len(s.end_tokens))] for s in running]
             kind: Any = {"dtype": torch.int64, "device": "cpu"}
             self._ends = torch.tensor(ends, **kind).view(len(running), most)
+        steps = self.steps_ahead
         chosen = torch.empty(steps, len(running), dtype=torch.int64, device="cpu")
-        call = partial(run, self.tokens, ends=self._ends, chosen=chosen)
+        call = partial(run, self.tokens, ends=self._ends, chosen=chosen, seconds=seconds)
         taken, results = self._sampler.run(len(running), steps, call)
         self.tokens, ended = results.index, list[Ended]()
         going_on = [0] * len(running)
