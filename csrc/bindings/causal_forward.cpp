@@ -231,10 +231,11 @@ Tensor causal_steps(const Tensor& memory, const Tensor& layout, const Integers& 
   using Clock = std::chrono::steady_clock;
   const auto begun = Clock::now();
   int64_t taken = 0;
-  for (bool goes_on = true; goes_on && taken < most; ++taken) {
+  for (bool goes_on = rows > 0; goes_on && taken < most; ++taken) {
     const Tensor logits =
         causal_forward(memory, layout, config, numbers, caches, windows, workspace, read, entries,
                        rows, max_rows, std::nullopt, std::nullopt);
+    if (taken > 0) sampling::check_state(op, "state", state, p.layout);  // as before a first step
     p.logits = logits.const_data_ptr();
     sampling::sampler_step_cpu(p);
     std::copy_n(p.index, rows, next);

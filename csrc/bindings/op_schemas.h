@@ -228,7 +228,8 @@ inline constexpr OpSchema kOpSchemas[] = {
     // Steps of sequences that a sampler's rows follow, one entry each: causal_forward_ of the last
     // tokens [rows], then sampler_step_ with the flag accept. A step in which a row chooses one of
     // its ends, or fails, is the last, or the first that ends after so many seconds. results are
-    // those of the last step, chosen [steps, rows] the tokens. Returns the number of steps.
+    // those of the last step, chosen [steps, rows] the tokens. Returns the number of steps. What a
+    // later step has no room for is an error of causal_forward_: the steps before it are done.
     {"causal_steps_(Tensor weights, Tensor layout, int[] config, float[] numbers, Tensor(a!)[] "
      "caches, int[] windows, Tensor(b!) workspace, Tensor tokens, Tensor entries, int max_rows, "
      "Tensor(c!) state, int text_capacity, int rules_capacity, Tensor(d!) results, Tensor ends, "

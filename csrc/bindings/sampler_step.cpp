@@ -194,7 +194,7 @@ void verify(Tensor state, const Tensor& logits, const std::optional<Tensor>& bit
 
 }  // namespace
 
-#if !defined(USE_CUDA)
+#if !defined(USE_CUDA)  // for causal_steps_, of the CPU
 SamplerStepParams drawing_rows(const Arguments& arguments, Tensor state, int64_t vocab,
                                int64_t text_capacity, int64_t rules_capacity, Tensor results,
                                int64_t steps) {

@@ -118,6 +118,15 @@ def test_steps_end_with_the_time() -> None:
     assert arguments[CHOSEN][0].equal(want[0])
 
 
+def test_no_rows() -> None:
+    arguments = arguments_of(running(), Sampler(0, VOCAB, dialect="transformers"))
+    nothing = torch.empty(0, dtype=torch.int64)
+    for place, shape in ((TOKENS, [0]), (ENTRIES, [0, 4]), (ENDS, [0, 1]), (CHOSEN, [1 << 40, 0])):
+        arguments[place] = nothing.view(shape)
+    arguments[RESULTS] = torch.empty(0, dtype=torch.uint8)
+    assert ops.causal_steps_(*arguments) == 0
+
+
 def test_no_step_changes_nothing() -> None:
     caches, sampler = running(), new_sampler()
     before = [*state(caches), sampler._state.clone()]

@@ -13,6 +13,9 @@ import torch
 import lmdecode
 from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.engine.prompts import PromptReader
+from lmdecode.decoder.engine.request import RequestState
+from lmdecode.sampling.sampler import CompactSampler
 from tests.engine.engine_cases import (
     CAPACITY,
     OddTokens,
@@ -161,25 +164,50 @@ def test_a_request_is_cancelled_between_parts(llama: lmdecode.Decoding) -> None:
     assert first.finish_reason == "cancelled" and is_whole(engine)
 
 
-def test_an_interrupt_as_a_text_leaves(
-    llama: lmdecode.Decoding, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("of", "method", "at", "options"),
+    [
+        (CausalCaches, "truncate", 1, {}),  # as a place becomes free
+        (CompactSampler, "remove", 1, {}),
+        (PromptReader, "advance", 2, {}),  # the second of two prompts
+        (RequestState, "end", 1, {"num_beams": 2}),
+    ],
+)
+def test_an_interrupt_between_any_two_lines(
+    llama: lmdecode.Decoding,
+    monkeypatch: pytest.MonkeyPatch,
+    of: Any,
+    method: str,
+    at: int,
+    options: dict[str, Any],
 ) -> None:
-    """The step fails: all requests end, and their places are free."""
-    engine = llama.engine(max_requests=2, capacity=CAPACITY)
-    first, second = (engine.submit(random_tokens(9, n), max_new_tokens=9 + n) for n in range(2))
-    truncate, calls = CausalCaches.truncate, list[None]()
+    """The step fails: all requests that have places end, and their places are free."""
+    engine = llama.engine(max_requests=4, capacity=CAPACITY)
+    requests = [
+        engine.submit(random_tokens(9, n), max_new_tokens=9 + n, **options) for n in range(2)
+    ]
+    run_once, calls = getattr(of, method), list[None]()
 
-    def interrupted(self: CausalCaches, *arguments: Any) -> None:
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
         calls.append(None)
-        if len(calls) == 1:
+        if len(calls) == at:
             raise KeyboardInterrupt
-        truncate(self, *arguments)
+        return run_once(*arguments, **keywords)
 
-    monkeypatch.setattr(CausalCaches, "truncate", interrupted)
+    monkeypatch.setattr(of, method, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        first.result()
-    assert first.finish_reason == second.finish_reason == "error"
+        requests[0].result()
+    assert [request.finish_reason for request in requests] == ["error", "error"]
     assert is_whole(engine)
+    prompt = random_tokens(9, 1).tolist()
+    again = engine.submit(prompt, max_new_tokens=5, eos_token_id=())
+    assert again.result().tokens == greedy(llama, prompt, 5)
+
+
+def test_seconds_ahead_are_a_number(llama: lmdecode.Decoding) -> None:
+    engine = llama.engine(max_requests=1, capacity=CAPACITY)
+    with pytest.raises(TypeError, match="run_ahead's seconds"):
+        engine.run_ahead("0.1")
 
 
 def test_prompts_that_begin_alike_are_computed_once(decoding: lmdecode.Decoding) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lmdecode
-from lmdecode.sampling.sampler_rows import SAMPLER_DIALECTS
+from lmdecode.sampling.sampler_rows import LENGTH, OUTPUT_LENGTH, SAMPLER_DIALECTS
 from tests.sampling.test_sampler import random_logits, random_parameters
 from tests.support.op_contract import on_threads
 from tests.support.other_capability import call_elsewhere
@@ -194,7 +194,7 @@ def test_a_table_with_foreign_tokens_is_refused() -> None:
     full = lmdecode.Sampler(1, VOCAB, repetition_penalty=1.1)
     full.accept(0, list(range(256)))
     fields = full._state.view(torch.int64)
-    fields[0, 6] = fields[0, 7] = 0  # length, output_length: its table is full without a text
+    fields[0, LENGTH] = fields[0, OUTPUT_LENGTH] = 0  # its table is full without a text
     with pytest.raises(ValueError, match="its table is not that of its text and rules"):
         sampler.load_state_dict({**saved, "state": full.state_dict()["state"]})
 

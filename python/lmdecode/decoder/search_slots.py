@@ -74,11 +74,11 @@ class SearchSlots:
         ``rules``, of one slot, stand in place of the request's.
         """
         searches = self.searches
+        if rules is None:
+            rules = token_rules_of_request(request, searches.decoder.config.vocab_size)
         lengths, slots = torch.tensor([[len(memory)], [slot]], device="cpu")
         searches.read_memory(memory[None], lengths, slots)
         begin_search(searches.state, searches.parameters, slot, request)
-        if rules is None:
-            rules = token_rules_of_request(request, searches.decoder.config.vocab_size)
         write_token_rules(searches.token_rules, slot, rules)
         searches.tries[slot] = request.trie
 

@@ -51,7 +51,7 @@ class Translator:
         self._rules = token_rules_of_request(request, decoder.config.vocab_size)
         self._spares: Spares[SearchSlots] = Spares(_KEPT_BATCHES)  # by their sizes
 
-    def _slots(self, count: int, source: int) -> SearchSlots:
+    def _new_slots(self, count: int, source: int) -> SearchSlots:
         """Return slots for so many sources, which one thread at a time uses, again and again."""
         request = self._request
         return SearchSlots(
@@ -88,7 +88,7 @@ class Translator:
         for numbers in _batches(lengths, max_tokens, most):
             memory, counts = encode(numbers)
             sizes = (len(numbers), padded(memory.shape[1]))
-            slots = self._spares.take(sizes) or self._slots(*sizes)
+            slots = self._spares.take(sizes) or self._new_slots(*sizes)
             slots.begin_alike(request, memory, counts)
             if self._renormalizes:
                 slots.searches.choose_first()

@@ -469,13 +469,16 @@ class DrawingRows(NamedTuple):
 
 
 class CompactSampler(Sampler):
-    """A ``Sampler`` with its sequences in the first rows; a step computes only these."""
+    """A ``Sampler`` with its sequences in the first rows; a step computes only these.
+
+    Sequences come by ``begin`` and go by ``end`` and ``clear``, which count them.
+    """
 
     def __init__(self, rows: int, vocab: int, dialect: str) -> None:
         super().__init__(rows, vocab, dialect=dialect, temperature=0.0, seed=0)
-        self._fields()[:, ACTIVE] = 0
         self._results: tuple[tuple[int, int], Results] | None = None
-        self.count = 0
+        self.count = rows
+        self.clear()
 
     def begin(self, prompt: Tensor, rules: RowRules) -> None:
         """Begin a sequence, [n] int64 tokens, in the row after the others."""
@@ -484,10 +487,16 @@ class CompactSampler(Sampler):
 
     def end(self, row: int) -> None:
         """End the sequence of a row; the last one moves there."""
-        self.count -= 1
-        if row < self.count:
-            self._state[row] = self._state[self.count]
-        self.remove(self.count)
+        last = self.count - 1
+        if row < last:
+            self._state[row] = self._state[last]
+        self.remove(last)
+        self.count = last
+
+    def clear(self) -> None:
+        """End all sequences."""
+        self._fields()[:, ACTIVE] = 0
+        self.count = 0
 
     def step(
         self, logits: Tensor, bitmask: Tensor | None, num_logprobs: int, first: int = 0

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from lmdecode._checks import check_number
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.causal_weights import PackedCausalModel
@@ -157,8 +158,8 @@ class Engine:
         self._lock = threading.RLock()  # held during a step
         self._stepper: int | None = None  # the thread that runs a step
         self._asking: set[int] = set()  # threads that wait for the lock to run one
-        self._beginning: list[WrittenSequence] = []  # prompts are read, rows are not assigned yet
-        self._leaving: list[WrittenSequence] = []  # they have ended, and have places
+        # Sequences that have slots, from before they take them until their requests have ended.
+        self._seated: dict[WrittenSequence, None] = {}
         self._life = threading.Lock()  # of start and stop
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -333,7 +334,7 @@ class Engine:
             stopped_at_exit.discard(self)
         with self._lock:  # waiting readers run the steps themselves
             self._model.flush()
-            for sequence in (*self._everyone, *self._arrived):
+            for sequence in (*self._seated, *self._arrived):
                 sequence.request.tell()
 
     def __enter__(self) -> Engine:
@@ -383,7 +384,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts so far."""
         return EngineStats(
-            running=len(self._everyone),
+            running=len(self._seated),
             waiting=len(self._arrived),
             free_places=self._model.num_free,
             steps=self._steps,
@@ -431,74 +432,70 @@ class Engine:
         Exception
             As of ``step``.
         """
-        return self._step("run_ahead", seconds)
+        return self._step("run_ahead", check_number(_OP, "run_ahead's seconds", seconds))
 
     def _step(self, method: str, seconds: float | None) -> bool:
         self.check_outside(method)
         thread = threading.get_ident()
+        told: list[RequestState] = []
         self._asking.add(thread)
-        with self._lock, torch.no_grad():
+        try:
+            with self._lock, torch.no_grad():
+                if len(self._asking) > 1:
+                    seconds = None  # a lock that is free more often comes to those who wait, too
+                try:
+                    self._stepper = thread
+                    if self._has_cancelled:
+                        self._has_cancelled = False
+                        self._drop_cancelled(told)
+                    if self._arrived:
+                        self._admit()
+                    self._compute(told, seconds)
+                except BaseException as error:
+                    self._fail_all(error, told)
+                    raise
+                finally:
+                    self._stepper = None
+                    for request in told:
+                        request.tell()
+                return self.has_work
+        finally:
             self._asking.discard(thread)
-            if self._asking:
-                seconds = None  # a lock that is free more often comes to those who wait, too
-            self._stepper = thread
-            told: list[RequestState] = []
-            try:
-                if self._has_cancelled:
-                    self._has_cancelled = False
-                    self._drop_cancelled(told)
-                if self._arrived:
-                    self._admit()
-                self._compute(told, seconds)
-            except BaseException as error:
-                self._fail_all(error, told)
-                raise
-            finally:
-                self._stepper = None
-                for request in told:
-                    request.tell()
-            return self.has_work
-
-    @property
-    def _everyone(self) -> list[WrittenSequence]:
-        """Sequences that have slots."""
-        searched = self._searched.running.values()
-        begun = (*self._model.reading, *self._beginning, *self._drawn.running, *searched)
-        return list(dict.fromkeys((*begun, *self._leaving)))
 
     def _drop_cancelled(self, told: list[RequestState]) -> None:
-        self._leaving = [s for s in self._everyone if s.request.is_cancelled]
-        for sequence in self._leaving:
+        cancelled = [s for s in self._seated if s.request.is_cancelled]
+        for sequence in cancelled:
             if sequence in self._model.reading:
                 self._model.reading.remove(sequence)
             elif isinstance(sequence, SearchedSequence):
                 self._searched.end(sequence)
-        self._leave_all([Ended(s, "cancelled") for s in self._leaving], told)
+        self._leave_all([Ended(s, "cancelled") for s in cancelled], told)
         for sequence in [s for s in tuple(self._arrived) if s.request.is_cancelled]:
-            self._arrived.remove(sequence)
             sequence.request.end("cancelled")
             told.append(sequence.request)
+            self._arrived.remove(sequence)
 
     def _admit(self) -> None:
         """Give free slots to the requests that have waited longest."""
         while self._arrived and self._model.has_room(self._arrived[0]):
             sequence = self._arrived[0]
+            self._seated[sequence] = None
             try:
                 self._model.begin(sequence)
             finally:  # requests with places fail with the step
                 if sequence.places:
                     self._arrived.popleft()
                     sequence.request.placed()
+                else:
+                    del self._seated[sequence]
 
     def _compute(self, told: list[RequestState], seconds: float | None) -> None:
         """Run the model, and choose the next tokens: with seconds, of many steps where it can."""
         drawn, searched = self._drawn, self._searched
-        ahead = None
-        if seconds is not None and not searched.running and drawn.steps_ahead > 1:
-            ahead = self._model.ahead(drawn)
-        if ahead is not None and seconds is not None:
+        most = 0 if searched.running else drawn.steps_ahead
+        if seconds is not None and most > 1 and (run := self._model.ahead(drawn)) is not None:
             told += [sequence.request for sequence in drawn.running]
-            steps, ended = drawn.run_ahead(ahead, seconds)
+            steps, ended = drawn.run_ahead(most, run, seconds)
             self._steps += steps
             self._leave_all(ended, told)
             return
@@ -508,10 +505,12 @@ class Engine:
         if step is None:
             return
         self._steps += 1
-        self._beginning = list(step.begun)
-        while self._beginning:
-            self._begin(self._beginning[0])
-            del self._beginning[0]
+        for sequence in step.begun:
+            if isinstance(sequence, DrawnSequence):
+                drawn.begin(sequence)
+            else:
+                assert isinstance(sequence, SearchedSequence)
+                searched.begin(sequence)
         ended = list[Ended]()
         num_drawn = len(drawn.running) + sum(map(len, step.drafts))
         if drawn.running:
@@ -525,21 +524,11 @@ class Engine:
         self._leave_all(ended, told)
 
     def _leave_all(self, ended: Sequence[Ended], told: list[RequestState]) -> None:
-        self._leaving = [end.sequence for end in ended]
         for end in ended:
             if end.sequence in self._drawn.running:
                 assert isinstance(end.sequence, DrawnSequence)
                 self._drawn.end(end.sequence)
             self._leave(end, told)
-        self._leaving = []
-
-    def _begin(self, sequence: WrittenSequence) -> None:
-        """Start decoding a sequence after its prompt."""
-        if isinstance(sequence, DrawnSequence):
-            self._drawn.begin(sequence)
-        else:
-            assert isinstance(sequence, SearchedSequence)
-            self._searched.begin(sequence)
 
     def _leave(self, end: Ended, told: list[RequestState]) -> None:
         """Free the slots of a sequence that has no rows left, and end its request.
@@ -551,19 +540,23 @@ class Engine:
         self._model.leave(sequence, is_sound=is_sound)
         sequence.request.end(end.reason, end.error)
         told.append(sequence.request)
+        del self._seated[sequence]
 
     def _fail_all(self, error: BaseException, told: list[RequestState]) -> None:
         """End every request that has a slot, and reset the engine for the waiting ones."""
-        everyone, self._beginning, self._leaving = self._everyone, [], []
         self._model.clear()
-        for sequence in everyone:
+        self._has_cancelled = True  # those that wait, too, may not have been dropped
+        for sequence in self._seated:
             if sequence.places:
                 self._model.leave(sequence, is_sound=False)
+            if sequence in self._arrived:
+                self._arrived.remove(sequence)
             if sequence.request.reason is not None:
                 continue  # it had ended
             failure = RuntimeError(f"Engine: a step failed ({error})")
             failure.__cause__ = error
             sequence.request.end("error", failure)
             told.append(sequence.request)
+        self._seated.clear()
         self._drawn.clear()
         self._searched = SearchedRows(self._model.caches, self._vocab)

@@ -125,8 +125,9 @@ class DrawnRows(ReadRows):
 
     def clear(self) -> None:
         """Remove all sequences."""
-        while self.running:
-            self.end(self.running[-1])
+        self.running = []
+        self._sampler.clear()
+        self._changed()
 
     def end(self, sequence: DrawnSequence) -> None:
         """Remove a sequence."""
@@ -162,8 +163,8 @@ class DrawnRows(ReadRows):
         left = (s.max_new_tokens - len(s.request.tokens) for s in self.running)
         return min(_MOST_AHEAD, *left)
 
-    def run_ahead(self, run: StepsAhead, seconds: float) -> tuple[int, list[Ended]]:
-        """Have ``run`` do steps ahead; return their number and the sequences that end."""
+    def run_ahead(self, steps: int, run: StepsAhead, seconds: float) -> tuple[int, list[Ended]]:
+        """Have ``run`` do at most so many steps; return their number and the sequences that end."""
         assert self.tokens is not None
         running = self.running
         if self._ends is None:
@@ -171,7 +172,6 @@ class DrawnRows(ReadRows):
             ends = [[*s.end_tokens, *[-1] * (most - len(s.end_tokens))] for s in running]
             kind: Any = {"dtype": torch.int64, "device": "cpu"}
             self._ends = torch.tensor(ends, **kind).view(len(running), most)
-        steps = self.steps_ahead
         chosen = torch.empty(steps, len(running), dtype=torch.int64, device="cpu")
         call = partial(run, self.tokens, ends=self._ends, chosen=chosen, seconds=seconds)
         taken, results = self._sampler.run(len(running), steps, call)
