@@ -37,7 +37,10 @@ _COMPUTING = (
     HammingDiversityLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
-_FORCING = (ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor)
+_FORCING = {
+    ForcedBOSTokenLogitsProcessor: "forced_bos_token_id",
+    ForcedEOSTokenLogitsProcessor: "forced_eos_token_id",
+}
 _BANNING = (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -264,15 +267,9 @@ def token_rules_of_processors(
     if not fused.fits(vocab_size) or fused.ignores_prompt:
         return None
     rules = fused.token_rules(vocab_size)
-    forcing = [
-        processor
-        for processor in processors
-        if type(processor) in (ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor)
-    ]
-    for processor, token in zip(forcing, rules.forced[0, :, 1].tolist(), strict=True):
+    names = [_FORCING[type(processor)] for processor in processors if type(processor) in _FORCING]
+    for name, token in zip(names, rules.forced[0, :, 1].tolist(), strict=True):
         if not 0 <= token < vocab_size:
-            is_bos = type(processor) is ForcedBOSTokenLogitsProcessor
-            name = "forced_bos_token_id" if is_bos else "forced_eos_token_id"
             raise ValueError(f"{name}: expected a token, 0 to {vocab_size - 1}, got {token}")
     return rules
 
