@@ -11,11 +11,12 @@ transformers = pytest.importorskip("transformers")
 
 from lmdecode.generation_options import OPTIONS  # noqa: E402
 from lmdecode.serving.text_model import TextModel, defaults_of, is_causal  # noqa: E402
+from lmdecode.serving.tokenizer import Tokenizer  # noqa: E402
 from tests.serving.servers import KJV, create_app, post, serving  # noqa: E402
 
 G2P = KJV.parents[1] / "g2p/model"
 PROMPTS = {KJV: "And the LORD spake unto Moses", G2P: "acacia"}
-NEW = 12
+NEW, VOCAB = 12, 4096
 GREEDY = [14, 544, 14, 201, 2971, 323]  # the words that the model itself writes
 SOON = 14  # one of them, as an end
 # Of an encoder-decoder model, also with beams.
@@ -148,8 +149,56 @@ def test_every_option_of_a_config_is_followed_or_named() -> None:
     known = [option for option in OPTIONS if option.continuous is not None]
     quiet = {o.name for o in known if o.batch == "ignores" or o.continuous == "ignored"}
     with pytest.warns(UserWarning, match="which answers do not follow") as told:
-        defaults = defaults_of({option.name: 3 for option in known}, "x")
+        config = {option.name: 3 for option in known}
+        defaults = defaults_of(config, "x", Tokenizer.load(KJV), VOCAB)
     for name in {option.name for option in known} - {"eos_token_id"}:
         is_named = f" {name}," in str(told[0].message)
         assert is_named or name in defaults or name in quiet, name
         assert not (is_named and name in defaults), name
+
+
+def test_biases_are_read_as_transformers_saves_a_dict(tmp_path: Path) -> None:
+    config = transformers.GenerationConfig(sequence_bias={(14,): -9.0, (544, 14): -9.5})
+    saved = json.loads(config.to_json_string())["sequence_bias"]
+    assert saved == {"(14,)": -9.0, "(544, 14)": -9.5}
+    pairs = [[[14], -9.0], [[544, 14], -9.5]]
+    texts = [answered(folder_with(tmp_path / name, KJV, do_sample=False, sequence_bias=biases),
+                      max_tokens=NEW)
+             for name, biases in (("dict", saved), ("pairs", pairs))]  # fmt: skip
+    assert texts[0] == texts[1] == generated(tmp_path / "pairs", max_new_tokens=NEW)
+
+
+def test_what_no_request_could_ask_for_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    entries: dict[str, Any] = {
+        "temperature": "0.7", "top_p": 2.0, "repetition_penalty": 0.0, "no_repeat_ngram_size": -1,
+        "bad_words_ids": [[]], "suppress_tokens": [3, VOCAB], "eos_token_id": [SOON, VOCAB],
+        "sequence_bias": [[14, -5.0]], "max_length": 0, "min_new_tokens": -2, "min_length": 0.5,
+        "length_penalty": "long", "early_stopping": "soon", "num_beam_groups": 0,
+        "diversity_penalty": "much", "forced_bos_token_id": 5000, "forced_eos_token_id": [1, 2],
+        "stop_strings": ["a"] * 17, "do_sample": "yes",
+    }  # fmt: skip
+    with pytest.warns(UserWarning) as told:
+        found = defaults_of({**entries, "top_k": 5.0}, "x", Tokenizer.load(KJV), VOCAB)
+    assert found == {"top_k": 5} and len(told) == 1
+    names, _, reasons = str(told[0].message).partition(", which answers do not follow (")
+    assert set(names.removeprefix("the generation config of x has ").split(", ")) == set(entries)
+    assert "max_length is 0; expected an int, 2 to" in reasons
+    assert "forced_eos_token_id is [1, 2]; expected an int, 0 to 4095; " in reasons
+    # Some of them transformers refuses as well, so they never reach a server.
+    refused = {"temperature", "early_stopping", "do_sample", "num_beam_groups"}
+    left = {name: value for name, value in entries.items() if name not in refused}
+    with pytest.warns(UserWarning, match="which answers do not follow"):
+        folder = folder_with(tmp_path / "model", KJV, **left)
+        plain = folder_with(tmp_path / "plain", KJV, eos_token_id=SOON)
+        for body in ({"temperature": 0, "max_tokens": NEW}, {"num_beams": 2, "max_tokens": NEW}):
+            assert answered(folder, **body) == answered(plain, **body)
+
+
+@pytest.mark.parametrize("groups", [None, 1, 3])
+def test_groups_of_a_search_that_do_not_fit_a_request_are_left_out(
+    groups: int | None, tmp_path: Path
+) -> None:
+    folder = folder_with(tmp_path / "model", KJV, num_beam_groups=2, diversity_penalty=0.5)
+    plain = folder_with(tmp_path / "plain", KJV, **({"diversity_penalty": 0.5} if groups else {}))
+    body = {"num_beams": 3, "max_tokens": 4, "num_beam_groups": groups}
+    assert answered(folder, **body) == answered(plain, **body)

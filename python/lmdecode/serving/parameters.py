@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lmdecode._checks import MAX_INT
+from lmdecode.decoder.engine.submission import Submission
 from lmdecode.generation_options import OPTIONS, option_names
-from lmdecode.serving.errors import BadRequest, RequestError, reason_of
+from lmdecode.serving.errors import BadRequest, RequestError, error_of_engine, reason_of
 from lmdecode.serving.fields import Fields, shown
 from lmdecode.serving.grammar_source import GRAMMAR_FIELDS
 from lmdecode.serving.tokenizer import Tokenizer
 
 __all__ = [
     "COMMON_FIELDS", "MOST_LOGPROBS", "NAMES", "Parameters", "check_model", "check_names",
-    "read_parameters",
+    "read_default", "read_parameters",
 ]  # fmt: skip
 
 MOST_LOGPROBS = 20
@@ -23,6 +24,7 @@ _MOST_CHOICES = 128
 _MOST_STOPS, _LONGEST_STOP = 16, 1024
 _MOST_TOKENS = 4096  # of a list of tokens: each answer of ``n`` checks it again
 _MOST_WORDS, _LONGEST_WORD = 256, 128
+_MOST_BEAMS = 1 << 16
 _MIROSTAT_TAU = 5.0  # of llama.cpp
 
 # Passed to the engine as they are, which checks them. The names are those of ``Sampler``.
@@ -140,6 +142,80 @@ def _check_size(name: str, value: Any) -> None:
         raise BadRequest(name, f"{name} has {count} tokens; expected at most {_MOST_TOKENS}")
 
 
+def _stops(fields: Fields, name: str = "stop") -> tuple[str, ...]:
+    return tuple(fields.texts(name, _MOST_STOPS, _LONGEST_STOP))
+
+
+def _least(fields: Fields, name: str = "min_tokens") -> int | None:
+    return fields.integer(name, 0, MAX_INT)
+
+
+def _ends(fields: Fields, name: str, vocab: int) -> list[int]:
+    value = fields.get(name)
+    several = fields if isinstance(value, list) else Fields({name: [value]})
+    return several.integers(name, _MOST_TOKENS, 0, vocab - 1)
+
+
+def _sequence_biases(fields: Fields, name: str) -> dict[int | tuple[int, ...], Any]:
+    """Return biases by their tokens, of pairs, or of an object as transformers saves a dict."""
+    value, biases = fields.get(name), dict[int | tuple[int, ...], Any]()
+    try:
+        for ids, bias in value.items() if isinstance(value, Mapping) else value:
+            if isinstance(ids, str):  # such as "(14, 2)" and "(14,)"
+                ids = [int(token) for token in ids.strip("()").removesuffix(",").split(",")]
+            biases[ids[0] if len(ids) == 1 else tuple(ids)] = bias
+    except (TypeError, ValueError) as error:
+        raise fields.error(name, "pairs of a list of tokens and a bias") from error
+    return biases
+
+
+# How entries of a generation config are read that no field passes to the engine as it is.
+_OF_CONFIG: Mapping[str, Callable[[Fields, str, int], Any]] = {
+    "eos_token_id": lambda fields, name, vocab: _ends(fields, name, vocab),
+    "sequence_bias": lambda fields, name, _: _sequence_biases(fields, name),
+    "max_new_tokens": lambda fields, name, _: fields.integer(name, 1, MAX_INT),
+    "max_length": lambda fields, name, _: fields.integer(name, 2, MAX_INT),  # prompt and answer
+    "min_new_tokens": lambda fields, name, _: _least(fields, name),
+    "min_length": lambda fields, name, _: _least(fields, name),
+    "num_beam_groups": lambda fields, name, _: fields.integer(name, 1, _MOST_BEAMS),
+    "forced_bos_token_id": lambda fields, name, vocab: fields.integer(name, 0, vocab - 1),
+    "forced_eos_token_id": lambda fields, name, vocab: fields.integer(name, 0, vocab - 1),
+    "stop_strings": lambda fields, name, _: _stops(fields, name),
+    "do_sample": lambda fields, name, _: fields.boolean(name),
+}
+# Requests that meet all checks of entries: a text, and a search of several groups.
+_TRIALS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 2, "num_beam_groups": 2})
+
+
+def read_default(
+    name: str, value: Any, others: Mapping[str, Any], tokenizer: Tokenizer, vocab: int
+) -> Any:
+    """Return an entry of a generation config as ``read_parameters`` takes it, beside ``others``.
+
+    It meets the checks of a request's fields and of the engine: raises ``BadRequest``.
+    """
+    fields = Fields({name: value})
+    if name in _SAMPLING:
+        value = _sampling_of(fields, tokenizer, vocab, {})[name]
+    elif name in _OF_CONFIG:
+        value = _OF_CONFIG[name](fields, name, vocab)
+    submission: Any = Submission(vocab, MAX_INT, (_MOST_BEAMS, ""), "transformers", ())
+    of_engine = dict.fromkeys(("do_sample", "logprobs", "grammar", "generation_config"))
+    for body in _TRIALS:
+        try:
+            parameters = read_parameters(
+                Fields(body), tokenizer, {**others, name: value}, (), vocab
+            )
+            arguments = {**of_engine, **parameters.arguments_of(1, 1)}
+            seed = None if parameters.is_search else 0
+            submission.sequence_of(None, [0], seed=seed, encoder_inputs={}, **arguments)
+        except BadRequest:
+            raise
+        except (OverflowError, TypeError, ValueError) as error:
+            raise error_of_engine(error, {"logit_bias": name, "min_tokens": name}) from error
+    return value
+
+
 def _of_model(
     defaults: Mapping[str, Any], ends: Collection[int], is_search: bool
 ) -> dict[str, Any]:
@@ -149,10 +225,7 @@ def _of_model(
     """
     names = _OF_CONFIG_IN_SEARCHES if is_search else _SAMPLING
     found = {name: defaults[name] for name in names if name in defaults}
-    biases = {
-        ids[0] if len(ids) == 1 else tuple(ids): bias
-        for ids, bias in defaults.get("sequence_bias", ())
-    }
+    biases = dict(defaults.get("sequence_bias", ()))
     if is_search:
         words = found.pop("bad_words_ids", ())
         banned = [word[0] for word in words if len(word) == 1 and word[0] not in ends]
@@ -174,7 +247,6 @@ def _sampling_of(
         if argument in arguments:
             raise BadRequest(name, f"{name} and {argument} are given; expected one of both")
         value = fields.get(name)
-        _check_size(name, value)
         if isinstance(value, float) and argument in ("top_k", "no_repeat_ngram_size"):
             value = fields.integer(name, -MAX_INT, MAX_INT)
         arguments[argument] = value
@@ -234,11 +306,13 @@ def read_parameters(
 ) -> Parameters:
     """Check fields that chats and completions share; raise ``BadRequest``, which names the field.
 
-    ``defaults`` are the parameters of the model's generation config, for absent fields, and
-    ``vocab`` is the number of logits.
+    ``defaults`` are the entries of the model's generation config that ``read_default`` has read,
+    for absent fields, and ``vocab`` is the number of logits.
     """
+    for name in (*_SAMPLING, *_ALIASES):
+        _check_size(name, fields.get(name))
     arguments = _sampling_of(fields, tokenizer, vocab, defaults)
-    num_beams = fields.integer("num_beams", 1, 1 << 16) or 1
+    num_beams = fields.integer("num_beams", 1, _MOST_BEAMS) or 1
     is_search = num_beams > 1
     if is_search:
         if "stop" in fields:
@@ -256,6 +330,11 @@ def read_parameters(
     of_model = _of_model(defaults, ends, is_search)
     if "logit_bias" in of_model and "logit_bias" in arguments:
         of_model["logit_bias"] |= arguments.pop("logit_bias")
+    if is_search and "num_beam_groups" not in arguments:
+        if num_beams % of_model.get("num_beam_groups", 1):  # the config's own num_beams had them
+            del of_model["num_beam_groups"]
+    if {**of_model, **arguments}.get("num_beam_groups", 1) == 1:
+        of_model.pop("diversity_penalty", None)
     arguments = {**of_model, **arguments, "eos_token_id": list(dict.fromkeys(ends))}
     of_texts: dict[str, Any] = {}
     if not is_search:
@@ -263,7 +342,7 @@ def read_parameters(
         arguments["do_sample"] = not is_greedy and arguments.get("temperature", 1.0) > 0
         of_texts["first_token"] = defaults.get("forced_bos_token_id")
         of_texts["last_token"] = defaults.get("forced_eos_token_id")
-    least = fields.integer("min_tokens", 0, MAX_INT)
+    least = _least(fields)
     if least is None and (least := defaults.get("min_new_tokens")) is None:
         of_texts["min_length"] = defaults.get("min_length", 0)
     arguments["min_tokens"] = least or 0
@@ -287,15 +366,15 @@ def read_parameters(
         )
         includes_usage = of_stream.boolean("include_usage")
         repeats_usage = of_stream.boolean("continuous_usage_stats")
-    stops = fields
+    stops = _stops(fields)
     if "stop" not in fields and not is_search:
-        stops = Fields({"stop": defaults.get("stop_strings")})
+        stops = defaults.get("stop_strings", ())
     return Parameters(
         arguments,
         n,
         None if seed is None else seed & MAX_INT,
         is_search,
-        tuple(stops.texts("stop", _MOST_STOPS, _LONGEST_STOP)),
+        stops,
         frozenset(stop_tokens) - frozenset(own_end),
         fields.boolean("include_stop_str_in_output"),
         fields.boolean("skip_special_tokens", True),

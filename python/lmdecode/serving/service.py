@@ -26,7 +26,7 @@ from lmdecode.serving.grammar_source import (
 from lmdecode.serving.messages import joined_parts
 from lmdecode.serving.parameters import NAMES
 from lmdecode.serving.reasoning import ReasoningFormat
-from lmdecode.serving.text_model import TextModel, is_causal
+from lmdecode.serving.text_model import TextModel, is_causal, vocab_of
 from lmdecode.serving.tool_calls import ToolFormat
 from lmdecode.serving.work import Answer, Job, Tally, Work
 from lmdecode.serving.writing import AnswerWriter
@@ -66,8 +66,7 @@ class Service:
     @property
     def vocab(self) -> int:
         """Number of logits."""
-        decoder: Any = self.model.decoding.decoder
-        return int(decoder.config.vocab_size)
+        return vocab_of(self.model.decoding)
 
     @property
     def context(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lmdecode._checks import check_format, install_hint
+from lmdecode._checks import check_format, install_hint, is_int
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
@@ -19,9 +19,11 @@ from lmdecode.formats.gguf import GgufFile, is_gguf
 from lmdecode.generation_options import OPTIONS
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.serving.chat_template import ChatTemplate
+from lmdecode.serving.errors import BadRequest
+from lmdecode.serving.parameters import read_default
 from lmdecode.serving.tokenizer import Tokenizer, read_json
 
-__all__ = ["TextModel", "defaults_of", "is_causal", "local_path", "name_of"]
+__all__ = ["TextModel", "defaults_of", "is_causal", "local_path", "name_of", "vocab_of"]
 
 _OP = "TextModel.load"
 DEFAULT_DTYPE = "int8"
@@ -88,8 +90,8 @@ class TextModel:
         Every token that ends an answer: those of the generation config, of the tokenizer, and the
         one by which the template ends a turn.
     generation_defaults : dict
-        What the generation config says of answers: temperature, suppress_tokens, max_length and so
-        on; ``eos_token_ids`` has its ends.
+        What the generation config says of answers and they can follow: temperature,
+        suppress_tokens, max_length and so on; ``eos_token_ids`` has its ends.
     """
 
     decoding: Decoding
@@ -152,9 +154,11 @@ class TextModel:
         decoding = _decoding(path, dtype, cache_dtype, progress, mtp=mtp)
         config = {} if is_gguf(path) else read_json(path / "generation_config.json")
         length = _context_length(path, decoding)
+        vocab = vocab_of(decoding)
         ends: list[Any] = [*found.eos_token_ids]
         of_model = decoding._generation_default("eos_token_id")
         ends += of_model if isinstance(of_model, list) else [of_model]
+        ends = [end for end in ends if is_int(end) and 0 <= end < vocab]
         if template is not None:
             ends.append(end_of_turn(template, found))
         known = name
@@ -167,25 +171,33 @@ class TextModel:
             name=known,
             context_length=length,
             eos_token_ids=tuple(dict.fromkeys(end for end in ends if isinstance(end, int))),
-            generation_defaults=defaults_of(config, known),
+            generation_defaults=defaults_of(config, known, found, vocab),
         )
 
 
-def defaults_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def defaults_of(
+    config: Mapping[str, Any], name: str, tokenizer: Tokenizer, vocab: int
+) -> dict[str, Any]:
     """Return what a generation config says of answers; warn of what they cannot follow."""
-    found, left_out = {}, []
+    found, left_out, reasons = dict[str, Any](), list[str](), list[str]()
     for option in OPTIONS:
         value = config.get(option.name)
-        if value is None or option.continuous is None or option.name == "eos_token_id":
+        if value is None or option.continuous is None:
             continue
         if option.field is not None and option.effect != "search":
-            found[option.name] = value
+            try:
+                found[option.name] = read_default(option.name, value, found, tokenizer, vocab)
+            except BadRequest as error:
+                left_out.append(option.name)
+                reasons.append(str(error))
         elif value and value != option.neutral:
             if option.batch != "ignores" and option.continuous != "ignored":
                 left_out.append(option.name)
     if left_out:
         message = f"the generation config of {name} has {', '.join(left_out)}, which answers do not"
-        warnings.warn(f"{message} follow", stacklevel=3)
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        warnings.warn(f"{message} follow{why}", stacklevel=3)
+    found.pop("eos_token_id", None)
     return found
 
 
@@ -267,6 +279,12 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     added = {token for token in tokenizer.inner.get_added_tokens_decoder()}
     behind_ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False) if is_there else []
     return behind_ids[0] if behind_ids and behind_ids[0] in added else None
+
+
+def vocab_of(decoding: Decoding) -> int:
+    """Return a model's number of logits."""
+    decoder: Any = decoding.decoder
+    return int(decoder.config.vocab_size)
 
 
 def is_causal(decoding: Decoding) -> bool:
