@@ -1,13 +1,16 @@
 """``ToolFormat``: calls in the texts of each family, whole, in pieces, and damaged."""
 
 import json
+import re
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmdecode.serving import tool_readers
 from lmdecode.serving.tool_calls import FORMATS, CallDelta, ContentDelta, ToolFormat
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -316,6 +319,53 @@ def test_arguments_are_json_of_utf_8() -> None:
     assert calls[0].arguments == '{"a": "\U0001f600A"}'
     _, calls = FORMATS["lfm2"].parse(r"""<|tool_call_start|>[now(a="\d+\033[0m\0\/\'\\d")]""")
     assert json.loads(calls[0].arguments) == {"a": "\\d+\x1b[0m\0/'\\d"}
+
+
+class _Counted:
+    """Counts the characters that searches look at, as ``re.compile`` makes the patterns."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(re, name)
+
+    def compile(self, pattern: str) -> Any:
+        made = re.compile(pattern)
+
+        def search(text: str, at: int) -> Any:
+            found = made.search(text, at)
+            self.count += (len(text) if found is None else found.end()) - at
+            return found
+
+        return SimpleNamespace(search=search, match=made.match)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("inside", ["f{", '{"a":', '{"a', '{\\"', "[f(", "f(", "call:f{", "[{(]}"])
+@pytest.mark.parametrize("close", ["", '"' + "}" * 150])
+def test_no_bracket_is_looked_for_again(
+    format: ToolFormat, inside: str, close: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = _Counted()
+    monkeypatch.setattr(tool_readers, "re", counted)
+    for marker in format.markers:
+        counted.count = 0
+        text = (marker + inside) * 150 + close
+        format.parse(text, TOOLS)
+        assert counted.count <= 20 * len(text)
+
+
+def test_a_string_that_does_not_end_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = _Counted()
+    monkeypatch.setattr(tool_readers, "_IN_STRING", counted.compile(r'["\\\n]'))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"b": {"type": "integer"}}}}}]  # fmt: skip
+    parser = FORMATS["hermes"].stream(tools)
+    parser.push('<tool_call><function=f>\n<parameter=b>\n"</parameter><parameter=c>')
+    for _ in range(1000):
+        parser.push("y\\n\\")
+    assert 0 < counted.count <= 8000
 
 
 def test_long_arguments_take_linear_time() -> None:

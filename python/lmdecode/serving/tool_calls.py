@@ -118,6 +118,8 @@ class StreamingToolParser:
                 deltas.append(CallDelta(self._calls, self._format.new_id(), name, arguments))
                 self._calls += 1
             self._text, self._reading = self._text[found.end :], None
+            self._written.taken += found.end
+            self._written.scans.clear()
             self._can_be_bare = True
 
     def _read(self, text: str, is_last: bool) -> FoundCalls | None:
@@ -188,6 +190,7 @@ class StreamingToolParser:
     def _put(self, deltas: list[ContentDelta | CallDelta], count: int) -> None:
         """Put ``count`` characters out as text; space at the end waits for more."""
         text, self._text = self._space + self._text[:count], self._text[count:]
+        self._written.taken += count
         end = len(text.rstrip())
         self._space = text[end:]
         text = text[:end]

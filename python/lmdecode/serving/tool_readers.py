@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from lmdecode.serving.tools import (
@@ -250,12 +250,39 @@ class FoundCalls(NamedTuple):
     end: int
 
 
+_Place: TypeAlias = tuple[str, int]  # the quote that is open, and where in the whole answer
+_UNCLOSED, _WRONG = -1, -2  # the answer ends first; another bracket closes
+
+
+class _Scans:
+    """What scans for closing brackets found: the bracket that closes the level of each place.
+
+    A scan goes on from a place as any other does, so none goes again where another one has been.
+    """
+
+    def __init__(self) -> None:
+        self.passed: list[tuple[list[_Place], int]] = []  # places of a level, and what closes it
+        self._known: dict[_Place, int] = {}
+
+    def known(self) -> dict[_Place, int]:
+        """Return what closes the levels of all places."""
+        for places, close in self.passed:
+            self._known.update(dict.fromkeys(places, close))
+        self.passed.clear()
+        return self._known
+
+
 @dataclass
 class Output:
-    """The text that a model has written so far; ``is_last``: there is no more of it."""
+    """The text that a model has written so far; ``is_last``: there is no more of it.
+
+    The first ``taken`` characters of the answer are no part of it any more.
+    """
 
     text: str = ""
     is_last: bool = False
+    taken: int = 0
+    scans: dict[tuple[Sequence[str], bool], _Scans] = field(default_factory=dict)
 
 
 _T = TypeVar("_T")
@@ -309,12 +336,24 @@ def _end_of(
     outside = re.compile(rf"[(){{}}\[\]]|{quoted}")
     within = {q: re.compile(rf"\\|{re.escape(q)}" if escapes else re.escape(q)) for q in quotes}
     longest = max(map(len, quotes))
-    depth, quote = list[str](), ""
+    scans = written.scans.setdefault((quotes, escapes), _Scans())
+    known, passed, taken = scans.known(), scans.passed, written.taken
+    depth, levels, quote = list[str](), list[list[_Place]](), ""
     while True:
         text = written.text
-        found = (within[quote] if quote else outside).search(text, at)
-        if found is None:  # a quote may begin at the end
-            at, is_sure = max(at, len(text) - longest + 1), False
+        close = known.get((quote, taken + at)) if depth else None
+        if close == _WRONG:
+            passed += [(places, _WRONG) for places in levels]
+            raise NoCall("another bracket closes")
+        if close is not None and close != _UNCLOSED:
+            quote, at = "", close - taken
+        found, is_sure = None, False
+        if close != _UNCLOSED:
+            found = (within[quote] if quote else outside).search(text, at)
+            if found is None:  # a quote may begin at the end
+                at = max(at, len(text) - longest + 1)
+        if found is None:
+            pass
         elif found[0] == "\\":
             is_sure = found.end() < len(text)
             at = found.end() + 1 if is_sure else found.start()
@@ -325,6 +364,7 @@ def _end_of(
             at = found.end() if is_sure else found.start()
         if not is_sure:
             if written.is_last:
+                passed += [(places, _UNCLOSED) for places in levels]
                 raise NoCall("brackets that do not close")
             yield
             continue
@@ -334,13 +374,17 @@ def _end_of(
             quote = quote if word == "\\" else ""
         elif word in "([{":
             depth.append(")]}"["([{".index(word)])
+            levels.append([])
         elif word in ")]}":
-            if not depth or depth.pop() != word:
+            passed.append((levels.pop(), taken + found.start()))
+            if depth.pop() != word:
+                passed += [(places, _WRONG) for places in levels]
                 raise NoCall(f"{word} closes what is not open")
             if not depth:
                 return at
         else:
             quote = word
+        levels[-1].append((quote, taken + at))
 
 
 def _closed(
@@ -470,7 +514,7 @@ _VALUE_END = re.compile(VALUE_END.replace("*", "{0,200}"))  # so that it has a b
 _MOST_END = 500  # characters
 _LAST_END = re.compile(r"(?:\n?</parameter>|\n[ \t]*</function>)[ \t\r\n]*\Z")
 _BEFORE_TAG = re.compile(r"\n?(?:</parameter>)?[ \t\r\n]*")
-_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"')
+_IN_STRING = re.compile(r'["\\\n]')
 
 
 def _tag(written: Output, at: int) -> _Waiting[tuple[str, int]]:
@@ -513,6 +557,23 @@ def tagged_calls(
         tag, at = yield from _tag(written, at + len(word))
         at = yield from _TaggedValue(written, tag, values, schemas.get(name, {})).read(at)
     return (yield from _closed(written, [(name, dump_json(values))], at, closes))
+
+
+def _end_of_string(written: Output, at: int) -> _Waiting[int]:
+    """Return where a string of JSON ends whose first character is at a place; 0: it does not."""
+    while True:
+        found = _IN_STRING.search(written.text, at)
+        at = len(written.text) if found is None else found.end()
+        if found is not None and found[0] != "\\":
+            return at if found[0] == '"' else 0
+        while at == len(written.text):
+            if written.is_last:
+                return 0
+            yield
+        if found is not None:  # of an escape
+            if written.text[at] == "\n":
+                return 0
+            at += 1
 
 
 class _TaggedValue:
@@ -604,11 +665,7 @@ class _TaggedValue:
         written, behind = self._written, end
         at = yield from _after(written, start)
         if written.text.startswith('"', at):
-            while (string := _STRING.match(written.text, at)) is None:
-                if written.is_last or written.text.find("\n", at) >= 0:
-                    return end
-                yield
-            behind = string.end()
+            behind = yield from _end_of_string(written, at + 1)
         elif written.text.startswith(("{", "["), at):
             try:
                 behind = yield from _end_of(written, at)
