@@ -26,9 +26,14 @@ _UNKNOWN = "\ufffd"
 
 def held(text: str, words: Iterable[str]) -> int:
     """Return how many last characters of a text may begin one of some words."""
-    return max(
-        (n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0
-    )
+    most = 0
+    for word in words:
+        at = text.find(word[:1], max(0, len(text) - len(word) + 1))
+        while at >= 0 and not word.startswith(text[at:]):
+            at = text.find(word[:1], at + 1)
+        if at >= 0:
+            most = max(most, len(text) - at)
+    return most
 
 
 class Stage(Protocol):
