@@ -99,3 +99,15 @@ def test_pieces_make_no_difference(
     for delta in [*deltas, *parser.finish()]:
         got[delta.kind] += delta.text
     assert (got["reasoning"] or None, got["content"]) == want
+
+
+@pytest.mark.parametrize("length", [380, 389, 390, 399, 400, 450])
+@pytest.mark.parametrize("begin", ["<|start|>", "<|channel|>analysis", "to="])
+def test_pieces_of_a_long_header_make_no_difference(begin: str, length: int) -> None:
+    assert HARMONY is not None
+    text = f"{begin.ljust(length, 'x')}<|message|>hi"
+    parser = HARMONY.stream()
+    deltas = [delta for c in text for delta in parser.push(c)] + parser.finish()
+    said = {kind: "".join(d.text for d in deltas if d.kind == kind) or default
+            for kind, default in (("reasoning", None), ("content", ""))}  # fmt: skip
+    assert HARMONY.parse(text) == (said["reasoning"], said["content"])

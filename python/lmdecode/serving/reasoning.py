@@ -197,7 +197,7 @@ def _between_channels(written: Output) -> _Pieces:
     while True:
         start = written.text.lstrip()
         is_begun = start.startswith(_BEGINNING)
-        end = start.find(_MESSAGE) if is_begun else -1
+        end = start.find(_MESSAGE, 0, _MAX_HEADER) if is_begun else -1
         if end < 0:
             is_cut = is_begun and len(start) < _MAX_HEADER
             may_begin = any(word.startswith(start) for word in _BEGINNING)
