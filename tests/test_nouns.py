@@ -34,7 +34,7 @@ MAKERS: dict[str, set[str]] = {
 }
 
 # Lines of sources by folder. A change that needs more says so here, in the same commit.
-MOST_LINES = {"csrc": 45_400, "python": 69_800, "tests": 87_300, "benchmarks": 13_400}
+MOST_LINES = {"csrc": 45_400, "python": 69_800, "tests": 87_440, "benchmarks": 13_400}
 
 
 @functools.cache

@@ -492,13 +492,13 @@ class Engine:
     def _compute(self, told: list[RequestState], seconds: float | None) -> None:
         """Run the model, and choose the next tokens: with seconds, of many steps where it can."""
         drawn, searched = self._drawn, self._searched
-        most = 0 if searched.running else drawn.steps_ahead
-        if seconds is not None and most > 1 and (run := self._model.ahead(drawn)) is not None:
-            told += [sequence.request for sequence in drawn.running]
-            steps, ended = drawn.run_ahead(most, run, seconds)
-            self._steps += steps
-            self._leave_all(ended, told)
-            return
+        if seconds is not None and not searched.running and (most := drawn.steps_ahead) > 1:
+            if (run := self._model.ahead(drawn)) is not None:
+                told += [sequence.request for sequence in drawn.running]
+                steps, ended = drawn.run_ahead(most, run, seconds)
+                self._steps += steps
+                self._leave_all(ended, told)
+                return
         for end in self._model.encode():
             self._leave(end, told)
         step = self._model.read(drawn, searched)
@@ -521,7 +521,8 @@ class Engine:
             self._new_tokens += sum(e.sequence.request.stats.new_tokens
                                               for e in of_searches)  # fmt: skip
             ended += of_searches
-        self._leave_all(ended, told)
+        if ended:
+            self._leave_all(ended, told)
 
     def _leave_all(self, ended: Sequence[Ended], told: list[RequestState]) -> None:
         for end in ended:
