@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -219,6 +219,13 @@ class CausalCaches:
                 f"bytes of addresses for keys and values: {error}"
             ) from error
 
+    @property
+    def _of_step(self) -> tuple[Any, ...]:
+        """The arguments of the ops that run the model, before the tokens."""
+        model = self.model
+        of_model = (model.memory, model.layout, model.sizes, model.numbers)
+        return (*of_model, self._tensors, self._windows, self._workspace)
+
     def forward(
         self,
         tokens: Tensor,
@@ -237,21 +244,8 @@ class CausalCaches:
         before. ``hidden_out``, of the same shape, receives the output of the final norm for all
         tokens.
         """
-        model = self.model
         logits: Tensor = ops.causal_forward_(
-            model.memory,
-            model.layout,
-            model.sizes,
-            model.numbers,
-            self._tensors,
-            self._windows,
-            self._workspace,
-            tokens,
-            entries,
-            num_logits,
-            self.max_rows,
-            hidden_in,
-            hidden_out,
+            *self._of_step, tokens, entries, num_logits, self.max_rows, hidden_in, hidden_out
         )
         return logits
 
@@ -272,25 +266,10 @@ class CausalCaches:
         the last, or the first that ends after so many seconds. ``chosen``, [steps, rows] int64,
         receives the tokens.
         """
-        model = self.model
-        return int(
-            ops.causal_steps_(
-                model.memory,
-                model.layout,
-                model.sizes,
-                model.numbers,
-                self._tensors,
-                self._windows,
-                self._workspace,
-                tokens,
-                entries,
-                self.max_rows,
-                *rows,
-                ends,
-                chosen,
-                seconds,
-            )
+        steps = ops.causal_steps_(
+            *self._of_step, tokens, entries, self.max_rows, *rows, ends, chosen, seconds
         )
+        return int(steps)
 
     def reorder(self, parents: Tensor) -> None:
         """Let sequence i go on as sequence ``parents[i]``, [sequences] int64; nothing is copied."""
