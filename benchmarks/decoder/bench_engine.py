@@ -1,9 +1,10 @@
-"""Steps of an ``Engine`` of an encoder-decoder model against the decoder's op alone."""
+"""Steps of an ``Engine`` of an encoder-decoder model, and whole calls of ``generate()``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,17 @@ from benchmarks.decoder.bench_decoding import make_model
 from benchmarks.harness import LIMIT, OURS, Case, Contestant
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import new_token_rules
+from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.searches import DecodingSearches
 
 GROUP = "engine"
+GENERATE = "generate"
+_KJV = Path(__file__).parents[2] / "examples" / "kjv_mistral" / "model"
+_PROMPT, _NEW = 16, 64
+_CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "drawn": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9},
+}
 SOURCE = list(range(5, 29))
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -68,6 +77,47 @@ def _contestants(
     return [ours, op] if with_peers else [ours]
 
 
+def _generate(with_peers: bool, *, kind: str, dtype: str) -> list[Contestant]:
+    """``generate()`` of the shipped model: transformers' own, and the forward passes alone."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(_KJV, dtype=torch.float32).eval()
+    decoding = lmdecode.Decoding.from_pretrained(model, dtype=dtype)
+    prompt = torch.randint(10, 4000, (1, _PROMPT), generator=torch.Generator().manual_seed(0))
+    options = {**_CALLS[kind], "max_new_tokens": _NEW, "eos_token_id": None}
+    text = decoding.generate(prompt, **options)[0]
+    caches: Any = CausalCaches(decoding.decoder, 1, _PROMPT + _NEW)  # type: ignore[arg-type]
+    first, entry = torch.tensor([[0, _PROMPT, 1, 1]]), torch.tensor([[0, 1, 0, 1]])
+
+    def forwards() -> None:
+        caches.truncate([0], [0])
+        caches.forward(text[:_PROMPT], first, 1)
+        for at in range(_PROMPT, _PROMPT + _NEW - 1):
+            caches.forward(text[at : at + 1], entry, 1)
+
+    ours = Contestant(OURS, lambda: decoding.generate(prompt, **options))
+    others = [
+        Contestant("transformers", lambda: model.generate(prompt, **options)),
+        Contestant(LIMIT, forwards),
+    ]
+    return [ours, *others] if with_peers else [ours]
+
+
+def _generate_cases(quick: bool) -> list[Case]:
+    return [
+        Case(
+            GENERATE,
+            f"{_NEW} tokens, {kind}",
+            {"model": "kjv_mistral", "dtype": dtype},
+            partial(_generate, kind=kind, dtype=dtype),
+            clock="process",
+            threads=1,
+        )
+        for dtype in (("int8",) if quick else ("float32", "bfloat16", "int8"))
+        for kind in _CALLS
+    ]
+
+
 def cases(quick: bool) -> list[Case]:
     """Return every case, or with ``quick`` the smallest ones."""
     sizes = [(2, 64, 1000)] if quick else [(2, 64, 1000), (6, 512, 32000)]
@@ -85,7 +135,7 @@ def cases(quick: bool) -> list[Case]:
         for layers, size, vocab in sizes
         for kind in KINDS
         for requests in ((1,) if quick else (1, 16))
-    ]
+    ] + _generate_cases(quick)
 
 
 def notes() -> list[str]:
@@ -93,5 +143,7 @@ def notes() -> list[str]:
     return [
         "engine: CPU time of a step, by difference, of Marian's shape with random weights. The "
         "limit is the same step of the decoder's op alone, which also chooses: the most probable "
-        "token, or beams."
+        "token, or beams.",
+        "generate: CPU time of a call of the shipped model for a prompt of 16 tokens. The limit is "
+        "its forward passes alone, step by step from Python; transformers' model is float32.",
     ]
