@@ -38,7 +38,7 @@ from tests.decoder.test_experts_company import _model as model_with_experts
 from tests.decoder.test_mamba2 import MIXERS, model_with
 from tests.engine import engine_cases
 from tests.engine.test_engine import MODELS as ENGINES
-from tests.formats.gguf.test_gguf_models import WIDE
+from tests.readers.gguf.test_gguf_models import WIDE
 from tests.support.causal_models import CASES, model_of, random_config, random_model, random_tokens
 from tests.support.gguf_files import write_model
 from tests.support.random_tensors import randint, randn

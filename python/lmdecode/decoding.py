@@ -159,12 +159,12 @@ class Decoding(PackedDecoding):
         OSError
             There is no model of this name.
         """
-        from lmdecode.formats.loading import check_as_it_is, load_parts
         from lmdecode.integrations.transformers.decoding.checkpoint import (
             skeleton,
             without_weights,
         )
         from lmdecode.integrations.transformers.decoding.models import parts_of
+        from lmdecode.readers.loading import check_as_it_is, load_parts
 
         is_loaded_here = isinstance(model, (str, os.PathLike))
         check_bool("Decoding.from_pretrained", "mtp", mtp)
@@ -262,7 +262,7 @@ class Decoding(PackedDecoding):
     def _files(self) -> dict[str, bytes]:
         if self.model is None:
             return {}
-        from lmdecode.formats.loading import files_of
+        from lmdecode.readers.loading import files_of
 
         return files_of(self.model)
 

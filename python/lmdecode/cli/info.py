@@ -14,8 +14,8 @@ import lmdecode
 from lmdecode.cli import COMMANDS
 from lmdecode.cli.options import MODEL_HELP
 from lmdecode.decoder.saved_model import MANIFEST
-from lmdecode.formats.ctranslate2 import is_ctranslate2
-from lmdecode.formats.gguf import GgufFile, is_gguf
+from lmdecode.readers.ctranslate2.folder import is_ctranslate2
+from lmdecode.readers.gguf.reader import GgufFile, is_gguf
 from lmdecode.serving.text_model import local_path
 from lmdecode.serving.tokenizer import Tokenizer, read_json
 from lmdecode.system import built_cpu_capabilities

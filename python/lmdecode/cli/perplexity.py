@@ -16,9 +16,10 @@ from lmdecode._checks import check_format, install_hint
 from lmdecode._tables import aligned_table
 from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
-from lmdecode.formats.gguf import is_gguf, load_tokenizer, tokenizer_path
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.quality import Perplexity, bits_per_weight, perplexity
+from lmdecode.readers.gguf.reader import is_gguf
+from lmdecode.readers.gguf.tokenizer import load_tokenizer, tokenizer_path
 
 __all__ = ["add_command"]
 

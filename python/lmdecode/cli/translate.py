@@ -100,7 +100,8 @@ def _tokenizer(path: Path, given: argparse.Namespace) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise CommandError(f"needs transformers: {install_hint('transformers')}") from error
-    from lmdecode.formats.ctranslate2 import is_ctranslate2, load_tokenizer
+    from lmdecode.readers.ctranslate2.folder import is_ctranslate2
+    from lmdecode.readers.ctranslate2.tokenizer import load_tokenizer
 
     is_theirs = is_ctranslate2(path)
     tokenizer = load_tokenizer(path) if is_theirs else AutoTokenizer.from_pretrained(path)

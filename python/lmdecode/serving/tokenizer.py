@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmdecode._checks import install_hint, type_error
-from lmdecode.formats.gguf import read_tokenizer, tokenizer_path
+from lmdecode.readers.gguf.tokenizer import read_tokenizer, tokenizer_path
 from lmdecode.serving.text_stream import CLEAN_UP, Stage, TextReplace, added_words, stages_of
 
 __all__ = ["TextStream", "Tokenizer"]
@@ -367,7 +367,7 @@ def _of_folder(folder: Path) -> Tokenizer:
     if not file.is_file():
         if not any((folder / name).is_file() for name in _OLD_FILES):
             raise FileNotFoundError(f"Tokenizer.load: {folder} has no tokenizer.json; expected one")
-        from lmdecode.formats.tokenizer_files import converted_tokenizer
+        from lmdecode.readers.tokenizer_files import converted_tokenizer
 
         files = converted_tokenizer(folder)
         if (folder / "generation_config.json").is_file():

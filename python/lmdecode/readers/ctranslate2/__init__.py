@@ -1,0 +1,1 @@
+"""Folders of CTranslate2: their variables, configs and vocabularies."""

@@ -1,0 +1,1 @@
+"""GGUF files: their metadata, weights and tokenizers."""

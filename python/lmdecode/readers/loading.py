@@ -1,0 +1,102 @@
+"""Files that ``Decoding`` loads, and saves beside its weights, for every source format."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lmdecode.decoder.saved_model import MANIFEST
+from lmdecode.linear.formats import is_kept
+from lmdecode.readers.ctranslate2.folder import is_ctranslate2
+from lmdecode.readers.gguf.reader import is_gguf
+from lmdecode.readers.gguf.tokenizer import tokenizer_files
+
+__all__ = ["check_as_it_is", "files_of", "load_parts"]
+
+
+def check_as_it_is(source: object) -> None:
+    """Raise ValueError where ``dtype=None`` is asked of what has no quantized weights to keep."""
+    what: object = f"a {type(source).__name__}"
+    if isinstance(source, (str, os.PathLike)):
+        if is_gguf(source) or has_mxfp4(Path(source)):
+            return
+        what = source
+    raise ValueError(
+        f"Decoding.from_pretrained: dtype is None for {what}; expected a format, as GGUF files "
+        "and folders of gpt-oss in MXFP4 alone have weights that are kept as they are"
+    )
+
+
+def has_mxfp4(folder: Path) -> bool:
+    """Whether a folder has a gpt-oss model with experts in blocks of MXFP4."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(config, dict) and is_kept(
+        config.get("model_type"), config.get("quantization_config")
+    )
+
+
+def _is_path(source: str | os.PathLike[str]) -> bool:
+    """Whether this is written as a path, and cannot be the name of a model on a hub."""
+    name = os.fspath(source)
+    return (
+        isinstance(source, os.PathLike)
+        or name.startswith((".", "~", os.sep))
+        or name.endswith(".gguf")
+        or name.count(os.sep) > 1
+    )
+
+
+def load_parts(
+    source: str | os.PathLike[str], *, keeps_blocks: bool = False, mtp: bool = False
+) -> tuple[Any, Any, Any]:
+    """Return a model, and the config and the weights that ``Decoding`` takes of it.
+
+    ``source`` is the path of a GGUF file, a folder of CTranslate2, or the folder or the name of a
+    model of transformers. ``keeps_blocks``: the linear weights of a GGUF file stay in their blocks.
+    ``mtp``: with the weights that predict further tokens, of a GGUF file or of safetensors. Raises
+    as ``Decoding.from_pretrained``.
+    """
+    if _is_path(source) and not os.path.exists(source):
+        raise FileNotFoundError(
+            f"Decoding.from_pretrained: there is no file or folder {os.fspath(source)!r}"
+        )
+    if is_gguf(source):
+        from lmdecode.readers.gguf.model import load_parts as load_gguf
+
+        return load_gguf(source, keeps_blocks=keeps_blocks, mtp=mtp)
+    if is_ctranslate2(Path(source)):
+        if mtp:
+            raise ValueError(
+                f"Decoding.from_pretrained: mtp is True for {os.fspath(source)}; expected False "
+                "for a folder of CTranslate2"
+            )
+        from lmdecode.readers.ctranslate2.model import load_parts as load_ctranslate2
+
+        return load_ctranslate2(source)
+    from lmdecode.integrations.transformers.decoding.models import load_parts as load_folder
+
+    try:
+        return load_folder(source, mtp=mtp)
+    except OSError as error:
+        if not (Path(source) / MANIFEST).is_file():
+            raise
+        raise OSError(
+            f"Decoding.from_pretrained: {source} was written by Decoding.save; expected "
+            "Decoding.load, or the folder of a model of transformers"
+        ) from error
+
+
+def files_of(model: Any) -> dict[str, bytes]:
+    """Return a model's configs as files, by name, and its tokenizer's where it came with one."""
+    from lmdecode.integrations.transformers.decoding.checkpoint import files_of as configs_of
+
+    files, source = configs_of(model), getattr(model.config, "_name_or_path", "")
+    return {**files, **tokenizer_files(source)} if is_gguf(source) else files
