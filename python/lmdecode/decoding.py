@@ -49,7 +49,7 @@ class _SavedConfigs:
 
     def skeleton(self) -> Any:
         """Return the model without weights."""
-        from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
+        from lmdecode.readers.transformers.checkpoint import skeleton_of
 
         with tempfile.TemporaryDirectory() as own:
             for name, data in self._files.items():
@@ -159,12 +159,12 @@ class Decoding(PackedDecoding):
         OSError
             There is no model of this name.
         """
-        from lmdecode.integrations.transformers.decoding.checkpoint import (
+        from lmdecode.readers.loading import check_as_it_is, load_parts
+        from lmdecode.readers.transformers.checkpoint import (
             skeleton,
             without_weights,
         )
-        from lmdecode.integrations.transformers.decoding.models import parts_of
-        from lmdecode.readers.loading import check_as_it_is, load_parts
+        from lmdecode.readers.transformers.models import parts_of
 
         is_loaded_here = isinstance(model, (str, os.PathLike))
         check_bool("Decoding.from_pretrained", "mtp", mtp)
@@ -214,7 +214,7 @@ class Decoding(PackedDecoding):
         if isinstance(packed, PackedCausalModel):
             self._saved = _SavedConfigs(folder, manifest)
             return
-        from lmdecode.integrations.transformers.decoding.checkpoint import skeleton_of
+        from lmdecode.readers.transformers.checkpoint import skeleton_of
 
         self.model = skeleton_of(folder)
         if "encoder" in packed.parts:

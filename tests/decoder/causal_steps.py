@@ -9,7 +9,7 @@ from torch import Tensor
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
 from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
+from lmdecode.readers.transformers.causal_models import causal_model_of
 from tests.support.causal_models import model_of, random_config, random_model
 
 # Layers with a window and without, norms of heads, four norms a layer, both caps of Gemma 2, and

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lmdecode
-from lmdecode.integrations.transformers.decoding.checkpoint import (
+from lmdecode.readers.transformers.checkpoint import (
     Checkpoint,
     mxfp4_weight,
     skeleton_of,

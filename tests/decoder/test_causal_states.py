@@ -13,7 +13,7 @@ from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_config import CausalConfig
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.mixers import GatedDeltaRule, ShortConvolution
-from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
+from lmdecode.readers.transformers.causal_models import causal_model_of
 from lmdecode.reference.causal import causal_logits
 from tests.decoder.causal_steps import (
     Entry,

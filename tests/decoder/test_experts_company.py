@@ -11,8 +11,8 @@ from torch import Tensor
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.experts import ExpertMatrices
-from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
 from lmdecode.linear.quantized_weight import KINDS, QuantizedWeight
+from lmdecode.readers.transformers.causal_models import causal_model_of
 from lmdecode.reference.causal import causal_logits
 from tests.decoder.causal_steps import Entry, new_caches, prompt_logits, step
 from tests.support.causal_models import model_of, random_config, random_tokens

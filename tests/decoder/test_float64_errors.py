@@ -56,7 +56,7 @@ def _of_encoder_decoder(kind: str) -> Iterator[tuple[float, float]]:
 
 def _of_decoder_only(kind: str) -> Iterator[tuple[float, float]]:
     """Yield the distances of our logits of a prompt, and of the model's, for each seed."""
-    from lmdecode.integrations.transformers.decoding.models import parts_of
+    from lmdecode.readers.transformers.models import parts_of
 
     for seed in range(_SEEDS):
         model = random_model(kind, "plain", seed)

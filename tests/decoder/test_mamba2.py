@@ -11,7 +11,7 @@ from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, Cau
 from lmdecode.decoder.causal_weight_checks import linear_shapes, state_shapes
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.mixers import Mamba2
-from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
+from lmdecode.readers.transformers.causal_models import causal_model_of
 from lmdecode.reference.causal import causal_logits
 from tests.decoder.causal_steps import (
     Entry,

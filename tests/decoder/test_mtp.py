@@ -72,7 +72,7 @@ def test_logits_and_hidden_rows_are_those_of_the_layer_of_transformers(
 
 
 def test_the_reference_is_transformers(written: tuple[MtpModel, Path]) -> None:
-    from lmdecode.integrations.transformers.decoding.models import load_parts
+    from lmdecode.readers.transformers.models import load_parts
 
     model, folder = written
     _, config, weights = load_parts(folder, mtp=True)

@@ -21,8 +21,8 @@ from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.demo.peak_memory import peak_memory
 from lmdecode.integrations.transformers import pack_linears_
-from lmdecode.integrations.transformers.decoding import checkpoint
-from lmdecode.integrations.transformers.decoding.models import decoder_of
+from lmdecode.readers.transformers import checkpoint
+from lmdecode.readers.transformers.models import decoder_of
 from tests.decoder.decoder_models import (
     MODELS,
     PAD,

@@ -81,7 +81,7 @@ def load_parts(
         from lmdecode.readers.ctranslate2.model import load_parts as load_ctranslate2
 
         return load_ctranslate2(source)
-    from lmdecode.integrations.transformers.decoding.models import load_parts as load_folder
+    from lmdecode.readers.transformers.models import load_parts as load_folder
 
     try:
         return load_folder(source, mtp=mtp)
@@ -96,7 +96,7 @@ def load_parts(
 
 def files_of(model: Any) -> dict[str, bytes]:
     """Return a model's configs as files, by name, and its tokenizer's where it came with one."""
-    from lmdecode.integrations.transformers.decoding.checkpoint import files_of as configs_of
+    from lmdecode.readers.transformers.checkpoint import files_of as configs_of
 
     files, source = configs_of(model), getattr(model.config, "_name_or_path", "")
     return {**files, **tokenizer_files(source)} if is_gguf(source) else files

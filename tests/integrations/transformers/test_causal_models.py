@@ -15,10 +15,8 @@ import lmdecode
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights
 from lmdecode.decoder.causal_weight_checks import linear_shapes, state_shapes
 from lmdecode.decoder.mixers import GatedDeltaRule
-from lmdecode.integrations.transformers.decoding.causal_models import (
-    CAUSAL_MODEL_TYPES,
-    causal_model_of,
-)
+from lmdecode.readers.transformers.architectures import CAUSAL_MODEL_TYPES
+from lmdecode.readers.transformers.causal_models import causal_model_of
 from lmdecode.reference.causal import CausalCache, causal_logits
 from tests.support.causal_models import (
     CASES,

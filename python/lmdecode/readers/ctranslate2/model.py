@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import Embedding, LayerNorm, Parameter
 from transformers import AutoConfig, GenerationConfig
 
-from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
-from lmdecode.integrations.transformers.decoding.checkpoint import empty_model, skeleton
-from lmdecode.integrations.transformers.decoding.models import parts_of
 from lmdecode.readers.ctranslate2.folder import Source, open_folder
+from lmdecode.readers.transformers.causal_models import causal_model_of
+from lmdecode.readers.transformers.checkpoint import empty_model, skeleton
+from lmdecode.readers.transformers.models import parts_of
 
 __all__ = ["load_parts"]
 

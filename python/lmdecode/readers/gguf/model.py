@@ -47,9 +47,9 @@ def load_parts(
     """
     from transformers import AutoConfig, GenerationConfig
 
-    from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
-    from lmdecode.integrations.transformers.decoding.checkpoint import skeleton
-    from lmdecode.integrations.transformers.decoding.mtp import mtp_of
+    from lmdecode.readers.transformers.causal_models import causal_model_of
+    from lmdecode.readers.transformers.checkpoint import skeleton
+    from lmdecode.readers.transformers.mtp import mtp_of
 
     file = GgufFile(path)
     facts = Facts(file)

@@ -403,7 +403,7 @@ class Weights:
 
     def _buffers(self, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers that are tensors of the file."""
-        from lmdecode.integrations.transformers.decoding.checkpoint import READ_BUFFERS
+        from lmdecode.readers.transformers.checkpoint import READ_BUFFERS
 
         for name, buffer in model.named_buffers():
             is_read = name.endswith(READ_BUFFERS)
@@ -519,7 +519,7 @@ class FurtherBlock(Weights):
     """
 
     def __init__(self, facts: Facts, model: Any, keeps_blocks: bool) -> None:
-        from lmdecode.integrations.transformers.decoding.mtp import mtp_layer
+        from lmdecode.readers.transformers.mtp import mtp_layer
 
         if facts.architecture not in _ARCHITECTURES:
             raise refused(
@@ -555,7 +555,7 @@ class FurtherBlock(Weights):
         return "output_norm.weight" if is_last and name not in self._file.tensors else name
 
     def _parameters(self, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-        from lmdecode.integrations.transformers.decoding.mtp import mtp_shapes
+        from lmdecode.readers.transformers.mtp import mtp_shapes
 
         for parameter, shape in mtp_shapes(model).items():
             yield self._in_file(parameter), shape

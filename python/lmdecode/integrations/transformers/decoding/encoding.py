@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder, PackedEncoder, pack_convolution
-from lmdecode.integrations.transformers.decoding.encoders import encoder_of
-from lmdecode.integrations.transformers.stand_in import is_stand_in
+from lmdecode.readers.transformers.encoders import encoder_of
+from lmdecode.readers.transformers.stand_in import is_stand_in
 
 __all__ = ["ModelEncoder", "memory_of", "with_encoder"]
 

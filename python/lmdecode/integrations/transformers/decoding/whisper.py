@@ -14,7 +14,7 @@ from lmdecode.decoder.engine.steps import memory_rows
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.encoding import memory_of
-from lmdecode.integrations.transformers.stand_in import ForwardOf, is_stand_in
+from lmdecode.readers.transformers.stand_in import ForwardOf, is_stand_in
 
 __all__ = ["CallEncoder", "CallSounds", "NoSpeech", "PromptLogits", "cross_attentions"]
 

@@ -11,12 +11,12 @@ from transformers.pytorch_utils import Conv1D
 
 from lmdecode._checks import type_error
 from lmdecode._ops import ops
-from lmdecode.integrations.transformers.foreign_code import foreign_code
 from lmdecode.integrations.transformers.linear.modules import PackedLinearModule
 from lmdecode.integrations.transformers.linear.weight_readers import names_of_read_layers
-from lmdecode.integrations.transformers.stand_in import refuse_stand_in
 from lmdecode.linear import PackedLinear, check_linear_format
 from lmdecode.linear.formats import format_of_head
+from lmdecode.readers.transformers.foreign_code import foreign_code
+from lmdecode.readers.transformers.stand_in import refuse_stand_in
 
 __all__ = [
     "LinearFormat",

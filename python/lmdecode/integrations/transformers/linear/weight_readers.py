@@ -14,7 +14,7 @@ import textwrap
 
 from torch import nn
 
-from lmdecode.integrations.transformers.foreign_code import decides_what_is_computed
+from lmdecode.readers.transformers.foreign_code import decides_what_is_computed
 
 __all__ = ["names_of_read_layers"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lmdecode.decoder.encoder import EncoderConfig, EncoderLayerWeights, EncoderWeights
-from lmdecode.integrations.transformers.decoding.module_weights import (
+from lmdecode.readers.transformers.module_weights import (
     T5_DISTANCES,
     activation,
     bart_parts,

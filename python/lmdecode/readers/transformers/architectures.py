@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
+from lmdecode.readers.transformers.architecture import (
     Architecture,
     ExpertModules,
     LayerModules,
@@ -18,7 +18,7 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     refused,
     trunk_of,
 )
-from lmdecode.integrations.transformers.decoding.causal_models.state_layers import (
+from lmdecode.readers.transformers.state_layers import (
     falcon_h1_layer,
     falcon_h1_trunk,
     granitemoehybrid_layer,

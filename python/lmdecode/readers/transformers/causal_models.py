@@ -18,7 +18,8 @@ from lmdecode.decoder.causal_config import (
 )
 from lmdecode.decoder.experts import ExpertMatrices, ExpertsConfig
 from lmdecode.decoder.mixers import Mamba2
-from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
+from lmdecode.linear.quantized_weight import index_rows, join_columns
+from lmdecode.readers.transformers.architecture import (
     NORMS,
     Architecture,
     ExpertModules,
@@ -30,13 +31,14 @@ from lmdecode.integrations.transformers.decoding.causal_models.architecture impo
     linears_of,
     refused,
 )
-from lmdecode.integrations.transformers.decoding.causal_models.architectures import (
+from lmdecode.readers.transformers.architectures import (
     CAUSAL_MODEL_TYPES,
 )
-from lmdecode.integrations.transformers.decoding.causal_models.earlier_releases import (
+from lmdecode.readers.transformers.earlier_releases import (
     complete_modules,
 )
-from lmdecode.integrations.transformers.decoding.causal_models.weight_scaling import (
+from lmdecode.readers.transformers.module_weights import ACTIVATIONS, joined
+from lmdecode.readers.transformers.weight_scaling import (
     chunks,
     expert_parts,
     floats,
@@ -44,8 +46,6 @@ from lmdecode.integrations.transformers.decoding.causal_models.weight_scaling im
     times,
     wide,
 )
-from lmdecode.integrations.transformers.decoding.module_weights import ACTIVATIONS, joined
-from lmdecode.linear.quantized_weight import index_rows, join_columns
 
 __all__ = ["causal_model_of", "refuse_rope_types"]
 

@@ -24,12 +24,12 @@ from transformers import (
     GenerationConfig,
 )
 
-from lmdecode.integrations.transformers.decoding.causal_models.earlier_releases import (
+from lmdecode.linear.quantized_weight import QuantizedWeight
+from lmdecode.readers.transformers.earlier_releases import (
     complete_modules,
 )
-from lmdecode.integrations.transformers.decoding.causal_models.weight_scaling import expert_parts
-from lmdecode.integrations.transformers.stand_in import WithoutWeights
-from lmdecode.linear.quantized_weight import QuantizedWeight
+from lmdecode.readers.transformers.stand_in import WithoutWeights
+from lmdecode.readers.transformers.weight_scaling import expert_parts
 
 __all__ = [
     "READ_BUFFERS",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.mixers import GatedDeltaRule, Mamba2, ShortConvolution
-from lmdecode.integrations.transformers.decoding.causal_models.architecture import (
+from lmdecode.readers.transformers.architecture import (
     ExpertModules,
     LayerModules,
     Rows,

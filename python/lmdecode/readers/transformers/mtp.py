@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
-from lmdecode.integrations.transformers.decoding.causal_models import causal_model_of
-from lmdecode.integrations.transformers.decoding.causal_models.weight_scaling import wide
-from lmdecode.integrations.transformers.decoding.checkpoint import Checkpoint, empty_model
 from lmdecode.linear.quantized_weight import split_columns
+from lmdecode.readers.transformers.causal_models import causal_model_of
+from lmdecode.readers.transformers.checkpoint import Checkpoint, empty_model
+from lmdecode.readers.transformers.weight_scaling import wide
 
 __all__ = ["mtp_layer", "mtp_of", "mtp_of_folder", "mtp_shapes"]
 

@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
-from lmdecode.integrations.transformers.decoding.causal_models import (
-    CAUSAL_MODEL_TYPES,
-    causal_model_of,
-    refuse_rope_types,
-)
-from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
-from lmdecode.integrations.transformers.decoding.checkpoint import (
+from lmdecode.linear.formats import is_kept
+from lmdecode.readers.transformers.architecture import refused
+from lmdecode.readers.transformers.architectures import CAUSAL_MODEL_TYPES
+from lmdecode.readers.transformers.causal_models import causal_model_of, refuse_rope_types
+from lmdecode.readers.transformers.checkpoint import (
     Checkpoint,
     auto_class_of,
     skeleton_of,
 )
-from lmdecode.integrations.transformers.decoding.module_weights import (
+from lmdecode.readers.transformers.foreign_code import refuse_foreign_code
+from lmdecode.readers.transformers.module_weights import (
     T5_DISTANCES,
     activation,
     bart_parts,
@@ -35,10 +34,8 @@ from lmdecode.integrations.transformers.decoding.module_weights import (
     t5_parts,
     t5_sizes,
 )
-from lmdecode.integrations.transformers.decoding.mtp import mtp_of_folder
-from lmdecode.integrations.transformers.foreign_code import refuse_foreign_code
-from lmdecode.integrations.transformers.stand_in import refuse_stand_in
-from lmdecode.linear.formats import is_kept
+from lmdecode.readers.transformers.mtp import mtp_of_folder
+from lmdecode.readers.transformers.stand_in import refuse_stand_in
 
 __all__ = ["MODEL_TYPES", "decoder_of", "load_model", "load_parts", "parts_of"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from lmdecode.integrations.transformers.decoding.causal_models.architecture import refused
+from lmdecode.readers.transformers.architecture import refused
 
 __all__ = ["complete_modules"]
 
