@@ -18,7 +18,7 @@ from typing import Any
 
 from lmdecode.readers.gguf.metadata import Facts, end_tokens
 from lmdecode.readers.gguf.reader import GgufFile, Strings, is_gguf
-from lmdecode.readers.sentencepiece import scored_merges
+from lmdecode.readers.tokenizer_files import scored_merges
 
 __all__ = [
     "SPLITS",

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmdecode.readers.sentencepiece import keep_rules
-from lmdecode.readers.tokenizer_files import converted_tokenizer
+from lmdecode.readers.tokenizer_files import converted_tokenizer, keep_rules
 
 tokenizers = pytest.importorskip("tokenizers")
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
