@@ -67,7 +67,7 @@ def _contestants(
     given: dict[str, Tensor],
     peer: Callable[[Any, torch.dtype], object],
 ) -> list[Contestant]:
-    from lmdecode.readers.transformers.encoders import encoder_of
+    from lmdecode.readers.transformers.encoder_decoder import encoder_of
 
     packed = PackedEncoder(*encoder_of(model), dtype)
     begins = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -49,7 +49,7 @@ class _SavedConfigs:
 
     def skeleton(self) -> Any:
         """Return the model without weights."""
-        from lmdecode.readers.transformers.checkpoint import skeleton_of
+        from lmdecode.readers.transformers.stand_in import skeleton_of
 
         with tempfile.TemporaryDirectory() as own:
             for name, data in self._files.items():
@@ -160,11 +160,8 @@ class Decoding(PackedDecoding):
             There is no model of this name.
         """
         from lmdecode.readers.loading import check_as_it_is, load_parts
-        from lmdecode.readers.transformers.checkpoint import (
-            skeleton,
-            without_weights,
-        )
         from lmdecode.readers.transformers.models import parts_of
+        from lmdecode.readers.transformers.stand_in import skeleton, without_weights
 
         is_loaded_here = isinstance(model, (str, os.PathLike))
         check_bool("Decoding.from_pretrained", "mtp", mtp)
@@ -214,7 +211,7 @@ class Decoding(PackedDecoding):
         if isinstance(packed, PackedCausalModel):
             self._saved = _SavedConfigs(folder, manifest)
             return
-        from lmdecode.readers.transformers.checkpoint import skeleton_of
+        from lmdecode.readers.transformers.stand_in import skeleton_of
 
         self.model = skeleton_of(folder)
         if "encoder" in packed.parts:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import lmdecode
-from lmdecode.readers.transformers.checkpoint import skeleton
+from lmdecode.readers.transformers.stand_in import skeleton
 from tests.support.causal_models import CASES, random_model, random_tokens
 
 TIED = [("qwen3", "plain"), ("gemma3_text", "plain"), ("gpt2", "plain")]

@@ -9,11 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lmdecode
-from lmdecode.readers.transformers.checkpoint import (
-    Checkpoint,
-    mxfp4_weight,
-    skeleton_of,
-)
+from lmdecode.readers.transformers.checkpoint import Checkpoint, mxfp4_weight
+from lmdecode.readers.transformers.stand_in import skeleton_of
 from tests.support.causal_models import model_of, random_config, random_model, random_tokens
 
 NEW = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}

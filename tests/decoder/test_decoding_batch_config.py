@@ -140,6 +140,6 @@ def test_what_goes_together() -> None:
 
 
 def make_weights() -> lmdecode.DecoderWeights:
-    from lmdecode.readers.transformers.models import decoder_of
+    from lmdecode.readers.transformers.encoder_decoder import decoder_of
 
     return decoder_of(pair("marian")[0])[1]

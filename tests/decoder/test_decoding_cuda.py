@@ -17,7 +17,7 @@ from tests.decoder.decoder_models import END, MODELS, make_inputs, make_model
 from tests.support import decoder_step_on_cpu
 
 pytest.importorskip("transformers")
-from lmdecode.readers.transformers.models import decoder_of
+from lmdecode.readers.transformers.encoder_decoder import decoder_of
 
 ops = torch.ops.lmdecode
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -153,7 +153,7 @@ def test_other_models_and_formats_are_refused() -> None:
 
 
 def _config_and_weights() -> tuple[Any, Any]:
-    from lmdecode.readers.transformers.models import decoder_of
+    from lmdecode.readers.transformers.encoder_decoder import decoder_of
 
     return decoder_of(make_model("marian"))
 

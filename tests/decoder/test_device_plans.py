@@ -15,7 +15,7 @@ from tests.decoder.decoder_models import make_inputs, make_model
 from tests.support import decoder_step_on_cpu
 
 pytest.importorskip("transformers")
-from lmdecode.readers.transformers.models import decoder_of
+from lmdecode.readers.transformers.encoder_decoder import decoder_of
 
 decoder_step_on_cpu.register()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lmdecode.decoder.encoder import EncoderConfig, EncoderWeights, PackedEncoder
 from lmdecode.integrations.transformers.decoding.encoding import ModelEncoder
-from lmdecode.readers.transformers.encoders import encoder_of
+from lmdecode.readers.transformers.encoder_decoder import encoder_of
 from tests.support.op_contract import on_threads
 
 LENGTHS = (7, 30, 1, 12)

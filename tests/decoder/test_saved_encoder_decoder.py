@@ -21,8 +21,8 @@ from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.demo.peak_memory import peak_memory
 from lmdecode.integrations.transformers import pack_linears_
-from lmdecode.readers.transformers import checkpoint
-from lmdecode.readers.transformers.models import decoder_of
+from lmdecode.readers.transformers import stand_in
+from lmdecode.readers.transformers.encoder_decoder import decoder_of
 from tests.decoder.decoder_models import (
     MODELS,
     PAD,
@@ -346,13 +346,13 @@ def test_a_model_that_is_written_while_it_is_read(
     other = make_model("marian")
     other.generation_config.decoder_start_token_id = 7
     writer = lmdecode.Decoding.from_pretrained(other, "int8")
-    read = checkpoint.skeleton_of
+    read = stand_in.skeleton_of
 
     def read_late(folder: Path) -> Any:
         writer.save(folder)
         return read(folder)
 
-    monkeypatch.setattr(checkpoint, "skeleton_of", read_late)
+    monkeypatch.setattr(stand_in, "skeleton_of", read_late)
     with pytest.raises(ValueError, match=r"^Decoding\.load: .* was written again while it was"):
         lmdecode.Decoding.load(tmp_path)
 

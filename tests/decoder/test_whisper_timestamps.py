@@ -14,7 +14,7 @@ from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import ALWAYS, one_slot, repeat_token_rules
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.readers.transformers.models import decoder_of
+from lmdecode.readers.transformers.encoder_decoder import decoder_of
 from lmdecode.reference.decoder import timestamp_rule
 from tests.decoder.random_decoder import random_decoder
 from tests.decoder.whisper_models import (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,19 @@ from lmdecode.readers.ctranslate2.folder import is_ctranslate2
 from lmdecode.readers.gguf.reader import is_gguf
 from lmdecode.readers.gguf.tokenizer import tokenizer_files
 
-__all__ = ["check_as_it_is", "files_of", "load_parts"]
+__all__ = ["check_as_it_is", "files_of", "folder_of_file", "load_parts"]
+
+
+# Files of tokenizers and processors.
+_TOKENIZER_FILES = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
+    "normalizer.json", "preprocessor_config.json", "processor_config.json",
+    "sentencepiece.bpe.model", "sentencepiece.model", "shared_vocabulary.json",
+    "shared_vocabulary.txt", "source.spm", "source_vocabulary.json", "source_vocabulary.txt",
+    "special_tokens_map.json", "spiece.model", "target.spm", "target_vocab.json",
+    "target_vocabulary.json", "target_vocabulary.txt", "tokenizer.gguf", "tokenizer.json",
+    "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocabulary.json", "vocabulary.txt",
+)  # fmt: skip
 
 
 def check_as_it_is(source: object) -> None:
@@ -95,8 +109,47 @@ def load_parts(
 
 
 def files_of(model: Any) -> dict[str, bytes]:
-    """Return a model's configs as files, by name, and its tokenizer's where it came with one."""
-    from lmdecode.readers.transformers.checkpoint import files_of as configs_of
-
-    files, source = configs_of(model), getattr(model.config, "_name_or_path", "")
+    """Return a model's configs as files, by name, and the tokenizer's where it came with one."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        generation_config = copy.deepcopy(model.generation_config)
+        # transformers reads only known entries of a marked config, so not Whisper's languages.
+        generation_config._from_model_config = False
+        generation_config.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+    source = getattr(model.config, "_name_or_path", "") or model.name_or_path
+    if source and Path(source).is_dir():
+        paths = [Path(source) / name for name in _TOKENIZER_FILES]
+        files |= {path.name: path.read_bytes() for path in paths if path.is_file()}
+        files |= _named_templates(Path(source), files)
     return {**files, **tokenizer_files(source)} if is_gguf(source) else files
+
+
+def _named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the files that change if a folder has more than one chat template.
+
+    They move from a folder of their own into ``tokenizer_config.json``.
+    """
+    named = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if not named:
+        return {}
+    if "chat_template.jinja" in files:
+        named = {"default": folder / "chat_template.jinja", **named}
+    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    config["chat_template"] = [
+        {"name": name, "template": path.read_text(encoding="utf-8")} for name, path in named.items()
+    ]
+    files.pop("chat_template.jinja", None)
+    return {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
+
+
+def folder_of_file(name: str, file: str) -> Path | None:
+    """Return the folder in the cache that holds a file of a hub's model, if there is one."""
+    from transformers.utils.hub import cached_file
+
+    options: dict[str, Any] = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    found = cached_file(name, file, **options)
+    return None if found is None else Path(found).parent

@@ -233,7 +233,7 @@ def load_model(model: Any, dtype: Any, tokenizer: Any) -> SpeechModel:
     decoding = Decoding.from_pretrained(model, dtype, keep_model=False)
     folder = Path(model) if Path(model).is_dir() else None
     if folder is None and tokenizer is None:
-        from lmdecode.readers.transformers.checkpoint import folder_of_file
+        from lmdecode.readers.loading import folder_of_file
 
         folder = folder_of_file(os.fspath(model), "tokenizer.json")
     return _of_decoding(decoding, tokenizer, folder)

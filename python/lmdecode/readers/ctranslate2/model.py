@@ -13,8 +13,8 @@ from transformers import AutoConfig, GenerationConfig
 
 from lmdecode.readers.ctranslate2.folder import Source, open_folder
 from lmdecode.readers.transformers.causal_models import causal_model_of
-from lmdecode.readers.transformers.checkpoint import empty_model, skeleton
 from lmdecode.readers.transformers.models import parts_of
+from lmdecode.readers.transformers.stand_in import empty_model, skeleton
 
 __all__ = ["load_parts"]
 

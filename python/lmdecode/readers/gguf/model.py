@@ -48,8 +48,8 @@ def load_parts(
     from transformers import AutoConfig, GenerationConfig
 
     from lmdecode.readers.transformers.causal_models import causal_model_of
-    from lmdecode.readers.transformers.checkpoint import skeleton
     from lmdecode.readers.transformers.mtp import mtp_of
+    from lmdecode.readers.transformers.stand_in import skeleton
 
     file = GgufFile(path)
     facts = Facts(file)

@@ -1,4 +1,4 @@
-"""Interface of an architecture of decoder-only models: its modules and its switches."""
+"""Interface of an architecture: its modules, as of each release of transformers, and switches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
+import transformers
 from torch import Tensor
 
 from lmdecode.decoder.config import ActivationName, Norm
@@ -14,6 +16,7 @@ from lmdecode.decoder.mixers import Mixer
 __all__ = [
     "NORMS",
     "Architecture",
+    "EncoderDecoder",
     "ExpertModules",
     "LayerModules",
     "PerLayerModules",
@@ -23,6 +26,7 @@ __all__ = [
     "SideBySide",
     "Trunk",
     "attention_layer",
+    "complete_modules",
     "gated_ffn",
     "joined_ffn",
     "linears_of",
@@ -245,3 +249,63 @@ class Architecture:
     logits_multiplier: str | None = None
     experts: Callable[[Any], dict[str, Any]] | None = None
     must_be_off: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EncoderDecoder:
+    """How to read the encoder and the decoder of the models of one type.
+
+    Their modules are those of BART, or with ``is_t5`` those of T5; the other fields are of BART's.
+    ``position_offset`` returns the row of position 0 in a module of positions. With
+    ``skips_padding`` padding has no position. With ``scaled_embedding`` the config's
+    ``scale_embedding`` counts. Without ``reads_tokens`` the encoder reads rows of features.
+    """
+
+    is_t5: bool = False
+    norm_first: bool = True
+    position_offset: Callable[[Any], int] = lambda positions: 0
+    skips_padding: bool = False
+    scaled_embedding: bool = True
+    reads_tokens: bool = True
+
+
+# --- Modules of earlier releases ------------------------------------------------------------------
+
+
+def _gpt2_scaling(attention: Any) -> float:
+    scale = attention.head_dim**-0.5 if attention.scale_attn_weights else 1.0
+    return scale / (attention.layer_idx + 1 if attention.scale_attn_by_inverse_layer_idx else 1)
+
+
+def _gemma_scale(embedding: Any) -> Tensor:
+    return torch.tensor(embedding.embedding_dim**0.5, dtype=torch.float64, device="cpu")
+
+
+# Type of model to the attribute that its modules lack, another one that tells these modules from
+# others, and the value.
+_ATTRIBUTES: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "gpt2": ("scaling", "scale_attn_weights", _gpt2_scaling),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("conv_kernel_size", "L_cache", lambda m: m.L_cache)),
+    **dict.fromkeys(("gemma", "gemma2"), ("embed_scale", "embedding_dim", _gemma_scale)),
+    "falcon_h1": ("norm", "mamba_rms_norm", lambda mixer: None),
+}  # fmt: skip
+
+
+def complete_modules(model: Any) -> None:
+    """Set the attributes that the modules of a model have in later releases alone.
+
+    Raises ``ValueError`` for a model whose experts have another layout there.
+    """
+    config = model.config
+    attribute, mark, value_of = _ATTRIBUTES.get(config.model_type, ("", "", None))
+    for module in model.modules():
+        if value_of is not None and hasattr(module, mark) and not hasattr(module, attribute):
+            setattr(module, attribute, value_of(module))
+        if config.model_type == "gpt_oss" and hasattr(module, "limit"):
+            # Here the model does not look at its config for them.
+            config.swiglu_alpha, config.swiglu_limit = module.alpha, module.limit
+        if "ParallelExperts" in type(module).__name__:
+            raise refused(
+                f"model is a {type(model).__name__} of transformers {transformers.__version__}, "
+                "which stores its experts in another layout; expected a later release"
+            )

@@ -1,16 +1,24 @@
-"""The table of architectures, with the modules and switches of each."""
+"""The tables of architectures, decoder-only and of an encoder and a decoder: modules, switches."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from lmdecode.decoder.mixers import GatedDeltaRule, Mamba2, ShortConvolution
 from lmdecode.readers.transformers.architecture import (
     Architecture,
+    EncoderDecoder,
     ExpertModules,
     LayerModules,
     PerLayerModules,
     PerLayerTrunk,
+    Rows,
+    Scaled,
+    SideBySide,
     Trunk,
     attention_layer,
     gated_ffn,
@@ -18,17 +26,8 @@ from lmdecode.readers.transformers.architecture import (
     refused,
     trunk_of,
 )
-from lmdecode.readers.transformers.state_layers import (
-    falcon_h1_layer,
-    falcon_h1_trunk,
-    granitemoehybrid_layer,
-    lfm2_layer,
-    lfm2_trunk,
-    qwen3_5_layer,
-    qwen3_next_layer,
-)
 
-__all__ = ["CAUSAL_MODEL_TYPES"]
+__all__ = ["CAUSAL_MODEL_TYPES", "ENCODER_DECODER_TYPES"]
 
 
 def _gemma4_trunk_of(body: Any) -> Trunk:
@@ -52,12 +51,12 @@ def _gemma4_trunk_of(body: Any) -> Trunk:
     return trunk._replace(per_layer=per_layer)
 
 
-def gemma4_trunk(model: Any) -> Trunk:
+def _gemma4_trunk(model: Any) -> Trunk:
     """Return the modules of a text model."""
     return _gemma4_trunk_of(model.model)
 
 
-def gemma4_text_part(model: Any) -> Trunk:
+def _gemma4_text_part(model: Any) -> Trunk:
     """Return the text modules of a model that also reads images and sounds."""
     return _gemma4_trunk_of(model.model.language_model)
 
@@ -72,7 +71,7 @@ def _shared_keys(layer: Any) -> int | None:
     return max(i for i in range(first) if config.layer_types[i] == kind)
 
 
-def gemma4_layer(layer: Any) -> LayerModules:
+def _gemma4_layer(layer: Any) -> LayerModules:
     """Return the modules of a layer."""
     attention, shared_keys = layer.self_attn, _shared_keys(layer)
     projections, key_norm = (attention.q_proj,), None
@@ -120,7 +119,7 @@ def gemma4_layer(layer: Any) -> LayerModules:
     )
 
 
-def gemma4_experts(config: Any) -> dict[str, Any]:
+def _gemma4_experts(config: Any) -> dict[str, Any]:
     """Return the arguments of ``ExpertsConfig``."""
     return {
         "num_experts": config.num_experts,
@@ -236,6 +235,221 @@ def _granitemoeshared_layer(layer: Any) -> LayerModules:
     return _granitemoe_layer(layer)._replace(**joined_ffn(layer.shared_mlp))
 
 
+# --- Layers with a state: convolutions, delta rule, Mamba-2 ---------------------------------------
+
+
+def _lfm2_trunk(model: Any) -> Trunk:
+    """Return the modules of LFM2."""
+    body = model.model
+    rotary = body.rotary_emb if hasattr(body, "rotary_emb") else body.pos_emb  # with experts
+    return Trunk(body, body.embed_tokens, body.layers, body.embedding_norm, rotary=rotary)
+
+
+def _lfm2_layer(layer: Any) -> LayerModules:
+    """Return the modules of a layer of LFM2, with attention or with a short convolution.
+
+    A layer of LFM2-MoE may have experts.
+    """
+    ffn = layer.feed_forward
+    if layer.is_attention_layer:
+        attention = layer.self_attn
+        modules = LayerModules(
+            attention=attention,
+            qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+            query_norm=attention.q_layernorm,
+            key_norm=attention.k_layernorm,
+            attention_out=attention.out_proj,
+        )
+    else:
+        conv = layer.conv
+        modules = LayerModules(
+            attention=None,
+            qkv=(conv.in_proj,),
+            attention_out=conv.out_proj,
+            mixer=ShortConvolution(conv.conv.in_channels, conv.conv_kernel_size),
+            convolution=conv.conv,
+        )
+    modules = modules._replace(attention_norm=layer.operator_norm, ffn_norm=layer.ffn_norm)
+    if hasattr(ffn, "experts"):
+        choice_bias = (ffn, "expert_bias") if ffn.use_expert_bias else None
+        return modules._replace(experts=ExpertModules(ffn.gate, ffn.experts, choice_bias))
+    return modules._replace(ffn_gate=ffn.w1, ffn_up=ffn.w3, ffn_down=ffn.w2)
+
+
+def _query_rows(heads: int, head_size: int, part: int) -> Tensor:
+    """Return the rows of queries, part 0, or of the gate: they alternate by head."""
+    rows = torch.arange(heads * 2 * head_size, device="cpu").view(heads, 2, head_size)
+    return rows[:, part].flatten()
+
+
+def _gated_attention(attention: Any) -> LayerModules:
+    query, size = attention.q_proj, attention.head_dim
+    heads = query.out_features // (2 * size)
+    return LayerModules(
+        attention=attention,
+        qkv=(
+            Rows(query, _query_rows(heads, size, 0)),
+            attention.k_proj,
+            attention.v_proj,
+            Rows(query, _query_rows(heads, size, 1)),
+        ),
+        query_norm=attention.q_norm,
+        key_norm=attention.k_norm,
+        attention_out=attention.o_proj,
+    )
+
+
+def _delta_rule(module: Any, projections: tuple[Any, ...]) -> LayerModules:
+    if module.activation not in ("silu", "swish"):
+        raise refused(f"the activation of linear attention is {module.activation!r}; expected silu")
+    return LayerModules(
+        attention=None,
+        qkv=projections,
+        attention_out=module.out_proj,
+        mixer=GatedDeltaRule(
+            module.num_k_heads,
+            module.num_v_heads,
+            module.head_k_dim,
+            module.head_v_dim,
+            module.conv_kernel_size,
+        ),
+        convolution=module.conv1d,
+        delta_rule=module,
+    )
+
+
+def _with_ffn(layer: Any, modules: LayerModules) -> LayerModules:
+    ffn = layer.mlp
+    if hasattr(ffn, "experts"):
+        gate = ffn.shared_expert_gate
+        modules = modules._replace(
+            experts=ExpertModules(ffn.gate, ffn.experts, shared_gate=gate),
+        )
+        ffn = ffn.shared_expert
+    return modules._replace(
+        attention_norm=layer.input_layernorm,
+        ffn_norm=layer.post_attention_layernorm,
+        **gated_ffn(ffn),
+    )
+
+
+def _qwen3_5_layer(layer: Any) -> LayerModules:
+    """Return the modules of a layer of Qwen 3.5, with attention or with a gated delta rule."""
+    if hasattr(layer, "self_attn"):
+        return _with_ffn(layer, _gated_attention(layer.self_attn))
+    delta = layer.linear_attn
+    projections = (delta.in_proj_qkv, delta.in_proj_z, delta.in_proj_b, delta.in_proj_a)
+    return _with_ffn(layer, _delta_rule(delta, projections))
+
+
+def _part_rows(key_heads: int, sizes: list[int]) -> Tensor:
+    """Return rows part by part of a projection that has all parts, of these sizes, by key head."""
+    rows = torch.arange(key_heads * sum(sizes), device="cpu").view(key_heads, sum(sizes))
+    return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
+
+
+def _qwen3_next_layer(layer: Any) -> LayerModules:
+    """Return the modules of a layer of Qwen 3 Next: Qwen 3.5's in another order."""
+    if hasattr(layer, "self_attn"):
+        return _with_ffn(layer, _gated_attention(layer.self_attn))
+    delta = layer.linear_attn
+    group = delta.num_v_heads // delta.num_k_heads
+    values = group * delta.head_v_dim
+    sizes = [delta.head_k_dim, delta.head_k_dim, values, values]
+    projections = (
+        Rows(delta.in_proj_qkvz, _part_rows(delta.num_k_heads, sizes)),
+        Rows(delta.in_proj_ba, _part_rows(delta.num_k_heads, [group, group])),
+    )
+    return _with_ffn(layer, _delta_rule(delta, projections))
+
+
+def _mamba2(module: Any) -> Mamba2:
+    """Return the sizes of a module with Mamba-2."""
+    if module.activation not in ("silu", "swish"):
+        raise refused(f"the activation of Mamba-2 is {module.activation!r}; expected silu")
+    least, most = module.time_step_limit
+    return Mamba2(
+        module.n_groups,
+        module.num_heads,
+        module.ssm_state_size,
+        module.head_dim,
+        module.conv_kernel_size,
+        norm_first=bool(getattr(module.norm, "norm_before_gate", False)),
+        least_step=float(least),
+        most_step=float(most),
+    )
+
+
+def _granitemoehybrid_layer(layer: Any) -> LayerModules:
+    """Return the modules of a layer of Granite 4, with attention or with Mamba-2.
+
+    Experts and a shared one follow, or a feed-forward layer alone.
+    """
+    if layer.mamba is None:
+        modules = attention_layer(layer)
+    else:
+        mamba = layer.mamba
+        modules = LayerModules(
+            attention=None,
+            attention_norm=layer.input_layernorm,
+            qkv=(mamba.in_proj,),
+            attention_out=mamba.out_proj,
+            mixer=_mamba2(mamba),
+            convolution=mamba.conv1d,
+            delta_rule=mamba,
+            ffn_norm=layer.post_attention_layernorm,
+        )
+    moe = layer.block_sparse_moe
+    return modules._replace(
+        **joined_ffn(layer.shared_mlp),
+        experts=None if moe is None else ExpertModules(moe.router, moe.experts),
+    )
+
+
+def _falcon_h1_trunk(model: Any) -> Trunk:
+    """Return the modules of Falcon-H1."""
+    body = model.model
+    return Trunk(body, body.embed_tokens, body.layers, body.final_layernorm, rotary=body.rotary_emb)
+
+
+def _falcon_h1_layer(layer: Any) -> LayerModules:
+    """Return the modules of a layer of Falcon-H1: Mamba-2 beside attention.
+
+    Multipliers are folded into the weights.
+    """
+    attention, mamba, ffn = layer.self_attn, layer.mamba, layer.feed_forward
+    mixer, given = _mamba2(mamba), layer.attention_in_multiplier
+    keys = mixer.num_groups * mixer.key_size
+    sizes = torch.tensor([mixer.mixed, mixer.mixed, keys, keys, mixer.num_heads], device="cpu")
+    factors = torch.tensor(attention.config.ssm_multipliers, dtype=torch.float32, device="cpu")
+    return LayerModules(
+        attention=attention,
+        attention_norm=layer.input_layernorm,
+        qkv=(
+            Scaled(attention.q_proj, given),
+            Scaled(attention.k_proj, given, attention.key_multiplier),
+            Scaled(attention.v_proj, given),
+            Scaled(mamba.in_proj, mamba.ssm_in_multiplier, factors.repeat_interleave(sizes)),
+        ),
+        attention_out=SideBySide(
+            (
+                Scaled(attention.o_proj, outputs=layer.attn_out_multiplier),
+                Scaled(mamba.out_proj, outputs=layer.ssm_out_multiplier),
+            )
+        ),
+        mixer=mixer,
+        convolution=mamba.conv1d,
+        delta_rule=mamba,
+        ffn_norm=layer.pre_ff_layernorm,
+        ffn_gate=Scaled(ffn.gate_proj, outputs=ffn.gate_multiplier),
+        ffn_up=ffn.up_proj,
+        ffn_down=Scaled(ffn.down_proj, outputs=ffn.down_multiplier),
+    )
+
+
+# --- The tables -----------------------------------------------------------------------------------
+
+
 def _softmax_experts(config: Any) -> dict[str, Any]:
     return {
         "num_experts": config.num_experts,
@@ -293,24 +507,24 @@ _GEMMA = Architecture(
     must_be_off=("use_bidirectional_attention",),
 )
 _GEMMA4 = Architecture(
-    gemma4_trunk,
-    gemma4_layer,
+    _gemma4_trunk,
+    _gemma4_layer,
     activation="hidden_activation",
     value_norm=True,
     windows="layer_types",
     embedding_scaled=True,
     logits_softcap="final_logit_softcapping",
-    experts=gemma4_experts,
+    experts=_gemma4_experts,
 )
 
-_LFM2 = Architecture(lfm2_trunk, lfm2_layer, norm_epsilon="norm_eps", fixed_activation="silu")
-_QWEN3_5 = Architecture(_trunk, qwen3_5_layer, gamma_plus_one=True, attention_gate=True)
+_LFM2 = Architecture(_lfm2_trunk, _lfm2_layer, norm_epsilon="norm_eps", fixed_activation="silu")
+_QWEN3_5 = Architecture(_trunk, _qwen3_5_layer, gamma_plus_one=True, attention_gate=True)
 _QWEN3_5_MOE = replace(_QWEN3_5, experts=_normalized_experts)
 
 CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "falcon_h1": Architecture(
-        falcon_h1_trunk,
-        falcon_h1_layer,
+        _falcon_h1_trunk,
+        _falcon_h1_layer,
         embedding_multiplier="embedding_multiplier",
         logits_multiplier="lm_head_multiplier",
     ),
@@ -320,7 +534,7 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     # Text only; transformers' Gemma 3 with images does not cap its logits.
     "gemma3": replace(_GEMMA, trunk=_text_part, layer=_gemma3_layer, logits_softcap=None),
     "gemma4_text": _GEMMA4,
-    "gemma4": replace(_GEMMA4, trunk=gemma4_text_part),  # text only
+    "gemma4": replace(_GEMMA4, trunk=_gemma4_text_part),  # text only
     "gpt2": Architecture(
         _gpt2_trunk,
         _gpt2_layer,
@@ -336,7 +550,7 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "granitemoe": replace(_GRANITE, layer=_granitemoe_layer, experts=_chosen_experts),
     "granitemoehybrid": replace(
         _GRANITE,
-        layer=granitemoehybrid_layer,
+        layer=_granitemoehybrid_layer,
         experts=_chosen_experts,
     ),
     "granitemoeshared": replace(_GRANITE, layer=_granitemoeshared_layer, experts=_chosen_experts),
@@ -364,8 +578,26 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "qwen3_moe": Architecture(
         _trunk, _qwen3_moe_layer, windows="sliding_window", experts=_softmax_experts
     ),
-    "qwen3_next": replace(_QWEN3_5, layer=qwen3_next_layer, experts=_softmax_experts),
+    "qwen3_next": replace(_QWEN3_5, layer=_qwen3_next_layer, experts=_softmax_experts),
     "smollm3": Architecture(
         _trunk, _llama_layer, windows="layer_types", layers_without_positions=True
     ),
+}
+
+_T5 = EncoderDecoder(is_t5=True)
+
+ENCODER_DECODER_TYPES: dict[str, EncoderDecoder] = {
+    "bart": EncoderDecoder(norm_first=False, position_offset=lambda table: table.offset),
+    # The row of padding is zeros; position 0 follows.
+    "m2m_100": EncoderDecoder(
+        position_offset=lambda table: table.padding_idx + 1, skips_padding=True
+    ),
+    "marian": EncoderDecoder(norm_first=False),
+    "mbart": EncoderDecoder(position_offset=lambda table: table.offset),
+    "mt5": _T5,
+    "pegasus": EncoderDecoder(),
+    "t5": _T5,
+    "umt5": _T5,
+    # transformers' Whisper does not apply scale_embedding.
+    "whisper": EncoderDecoder(scaled_embedding=False, reads_tokens=False),
 }

@@ -28,20 +28,19 @@ from lmdecode.readers.transformers.architecture import (
     Scaled,
     SideBySide,
     Trunk,
+    complete_modules,
     linears_of,
     refused,
 )
 from lmdecode.readers.transformers.architectures import (
     CAUSAL_MODEL_TYPES,
 )
-from lmdecode.readers.transformers.earlier_releases import (
-    complete_modules,
-)
-from lmdecode.readers.transformers.module_weights import ACTIVATIONS, joined
-from lmdecode.readers.transformers.weight_scaling import (
+from lmdecode.readers.transformers.module_weights import (
+    ACTIVATIONS,
     chunks,
     expert_parts,
     floats,
+    joined,
     scaled,
     times,
     wide,

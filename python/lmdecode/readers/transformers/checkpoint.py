@@ -1,11 +1,9 @@
-"""A model of a folder without its weights, and the weights one by one."""
+"""The weights of a folder of safetensors, one by one."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-import tempfile
 from collections.abc import Callable, Collection, Container
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,36 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    GenerationConfig,
-)
 
 from lmdecode.linear.quantized_weight import QuantizedWeight
-from lmdecode.readers.transformers.earlier_releases import (
-    complete_modules,
-)
-from lmdecode.readers.transformers.stand_in import WithoutWeights
-from lmdecode.readers.transformers.weight_scaling import expert_parts
+from lmdecode.readers.transformers.module_weights import expert_parts
 
-__all__ = [
-    "READ_BUFFERS",
-    "Checkpoint",
-    "auto_class_of",
-    "empty_model",
-    "files_of",
-    "folder_of_file",
-    "mxfp4_weight",
-    "skeleton",
-    "skeleton_of",
-    "without_weights",
-]
+__all__ = ["READ_BUFFERS", "Checkpoint", "mxfp4_weight"]
 
 
 _PARAMETER = re.compile(r"(.+)\.experts\.(gate_up_proj|down_proj)")
@@ -158,134 +131,8 @@ class _Found(NamedTuple):
     read: Callable[[int], Any]
 
 
-# Files of tokenizers and processors.
-_TOKENIZER_FILES = (
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
-    "normalizer.json", "preprocessor_config.json", "processor_config.json",
-    "sentencepiece.bpe.model", "sentencepiece.model", "shared_vocabulary.json",
-    "shared_vocabulary.txt", "source.spm", "source_vocabulary.json", "source_vocabulary.txt",
-    "special_tokens_map.json", "spiece.model", "target.spm", "target_vocab.json",
-    "target_vocabulary.json", "target_vocabulary.txt", "tokenizer.gguf", "tokenizer.json",
-    "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocabulary.json", "vocabulary.txt",
-)  # fmt: skip
-
-
-# Types with other names of parameters in the causal language model than in their files.
-_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 # Buffers that are read like weights.
 READ_BUFFERS = (".expert_bias", ".layer_scalar")
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Make ``torch.empty``, which creates weights, return tensors without memory in this thread.
-
-    Buffers are computed, so they have values.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-
-def without_weights(model: Any) -> Any:
-    """Replace each parameter of a model by one expanded value of the same shape and dtype.
-
-    Running the model, its encoder or its decoder raises an error.
-    """
-    replaced: dict[int, Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in replaced:
-                value = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-                replaced[id(parameter)] = Parameter(value, requires_grad=False)
-            setattr(module, name, replaced[id(parameter)])
-    model.forward = WithoutWeights(type(model))
-    if model.config.is_encoder_decoder:
-        for stack in (model.get_encoder(), model.get_decoder()):
-            stack.forward = WithoutWeights(type(stack))
-    return model
-
-
-def auto_class_of(config: Any) -> Any:
-    """Return the transformers class that makes the model for a config's ``Decoding``."""
-    if config.model_type in _WITH_IMAGES:
-        return AutoModelForImageTextToText
-    if not config.is_encoder_decoder:
-        return AutoModelForCausalLM
-    speech = AutoModelForSpeechSeq2Seq
-    return speech if type(config) in speech._model_mapping else AutoModelForSeq2SeqLM
-
-
-def empty_model(config: Any) -> Any:
-    """Return the model of a config; its buffers have values, its parameters do not yet."""
-    kind = auto_class_of(config)
-    with torch.device("cpu"):
-        with _EmptyOnMeta():
-            model = kind.from_config(config, dtype=torch.float32)
-        if any(buffer.is_meta for buffer in model.buffers()):  # one is written to after torch.empty
-            model = kind.from_config(config, dtype=torch.float32)
-    complete_modules(model)
-    return model.eval()
-
-
-def skeleton(config: Any, generation_config: GenerationConfig | None = None) -> Any:
-    """Return the model of a config, with parameters that take no memory.
-
-    Its ``generate()`` does everything except running the model.
-    """
-    model = without_weights(empty_model(config))
-    if generation_config is not None:
-        model.generation_config = generation_config
-    return model
-
-
-def skeleton_of(folder: Path, config: Any = None) -> Any:
-    """Return the skeleton for a folder's configs; the model's config is read if not given."""
-    generation_config = None
-    if (folder / "generation_config.json").is_file():
-        generation_config = GenerationConfig.from_pretrained(folder)
-    if config is None:
-        config = AutoConfig.from_pretrained(folder)
-    return skeleton(config, generation_config)
-
-
-def files_of(model: Any) -> dict[str, bytes]:
-    """Return a model's configs as files, by name, and the tokenizer's files of its own folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        generation_config = copy.deepcopy(model.generation_config)
-        # transformers reads only known entries of a marked config, so not Whisper's languages.
-        generation_config._from_model_config = False
-        generation_config.save_pretrained(folder)
-        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-    source = getattr(model.config, "_name_or_path", "") or model.name_or_path
-    if source and Path(source).is_dir():
-        paths = [Path(source) / name for name in _TOKENIZER_FILES]
-        files |= {path.name: path.read_bytes() for path in paths if path.is_file()}
-        files |= _named_templates(Path(source), files)
-    return files
-
-
-def _named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the files that change if a folder has more than one chat template.
-
-    They move from a folder of their own into ``tokenizer_config.json``.
-    """
-    named = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    if not named:
-        return {}
-    if "chat_template.jinja" in files:
-        named = {"default": folder / "chat_template.jinja", **named}
-    config = json.loads(files.get("tokenizer_config.json", b"{}"))
-    config["chat_template"] = [
-        {"name": name, "template": path.read_text(encoding="utf-8")} for name, path in named.items()
-    ]
-    files.pop("chat_template.jinja", None)
-    return {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
 
 
 class Checkpoint:
@@ -365,15 +212,3 @@ class Checkpoint:
         """Return a tensor in its own dtype; for experts, a function that returns one's matrices."""
         experts = self._experts.read(name)
         return self._part(self._experts.renamed(name) or name, None) if experts is None else experts
-
-
-def folder_of_file(name: str, file: str) -> Path | None:
-    """Return the folder in the cache that holds a file of a hub's model, if there is one."""
-    from transformers.utils.hub import cached_file
-
-    options: dict[str, Any] = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    found = cached_file(name, file, **options)
-    return None if found is None else Path(found).parent

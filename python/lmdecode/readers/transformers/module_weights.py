@@ -1,4 +1,4 @@
-"""Weights and settings that decoders and encoders of transformers have in common."""
+"""Weights while a model is read: joined, as floats, in halves, and scaled."""
 
 from __future__ import annotations
 
@@ -9,25 +9,9 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.config import ActivationName
-from lmdecode.linear.quantized_weight import join_rows
+from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight, join_rows
 
-__all__ = [
-    "ACTIVATIONS",
-    "T5_DISTANCES",
-    "activation",
-    "bart_parts",
-    "embedding_scale",
-    "joined",
-    "joined_modules",
-    "positions_of",
-    "t5_bias",
-    "t5_parts",
-    "t5_sizes",
-]
-
-
-# Distances for which T5's buckets are computed; larger ones need longer sequences.
-T5_DISTANCES = 8192
+__all__ = ["ACTIVATIONS", "chunks", "expert_parts", "floats", "joined", "scaled", "times", "wide"]
 
 ACTIVATIONS: dict[str, ActivationName] = {
     "relu": "relu",
@@ -56,115 +40,51 @@ def joined(linears: Sequence[tuple[Any, Tensor | None]]) -> tuple[Any, Tensor | 
     return weight, torch.cat(biases)
 
 
-def activation(name: object) -> ActivationName:
-    """Return our name of an activation function; raise ValueError for an unknown one."""
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(
-            f"Decoding.from_pretrained: the activation function is {name!r}; "
-            f"expected one of {', '.join(ACTIVATIONS)}"
-        )
-    return ACTIVATIONS[name]
+def floats(weight: LinearWeight) -> Tensor:
+    """Return a weight as a tensor."""
+    return weight if isinstance(weight, Tensor) else weight.dequantize()
 
 
-def joined_modules(*modules: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the concatenated weights and biases of linear modules."""
-    return joined([(module.weight, module.bias) for module in modules])
+def chunks(weight: Any) -> Any:
+    """Return the upper and the lower half of the rows."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight.chunk(2)
+    rows = weight.shape[0]
+    return weight.rows(0, rows // 2), weight.rows(rows // 2, rows)
 
 
-def positions_of(stack: Any) -> Tensor:
-    """Return the table of positions of an encoder or decoder of BART's kind."""
-    table = stack.embed_positions
-    found: Tensor = table.weights if hasattr(table, "weights") else table.weight
-    return found
+def expert_parts(kind: str, matrix: Tensor, is_interleaved: bool) -> Any:
+    """Return an expert's matrices for ``causal_model_of``: gate and up, or down, [out, in].
 
-
-def t5_bias(config: Any, stack: Any, places: Tensor) -> Tensor:
-    """Return the relative bias of the scores, by the key's position less the query's.
-
-    [heads, places] for T5, [layers * heads, places] for UMT5.
+    ``kind`` is "gate_up_proj" or "down_proj"; for ``is_interleaved`` see ``ExpertModules``.
     """
-    attentions = [block.layer[0].SelfAttention for block in stack.block]
-    biases = []
-    for attention in attentions:
-        if not attention.has_relative_attention_bias:
-            continue
-        if config.model_type == "umt5":  # the module's attention has all settings
-            buckets = attention._relative_position_bucket(places)
-        else:
-            buckets = attention._relative_position_bucket(
-                places,
-                bidirectional=not attention.is_decoder,
-                num_buckets=config.relative_attention_num_buckets,
-                max_distance=config.relative_attention_max_distance,
-            )
-        biases.append(attention.relative_attention_bias.weight[buckets].T)
-    return torch.cat(biases)
+    if kind == "down_proj":
+        return matrix.T if is_interleaved else matrix
+    return (matrix[:, ::2].T, matrix[:, 1::2].T) if is_interleaved else matrix.chunk(2)
 
 
-def embedding_scale(config: Any) -> float:
-    """Return the factor of the embeddings in BART-like models."""
-    return float(config.d_model) ** 0.5 if config.scale_embedding else 1.0
+def wide(weight: LinearWeight) -> Tensor:
+    """Return the tensor in at least float32, so that folding in a factor does not round more."""
+    tensor = floats(weight)
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def bart_parts(layer: Any) -> dict[str, Tensor | None]:
-    """Return the weights common to layers of BART's encoder and decoder, by our names.
-
-    Marian, mBART, M2M100, Pegasus and Whisper have the same modules.
-    """
-    own = layer.self_attn
-    qkv, qkv_bias = joined_modules(own.q_proj, own.k_proj, own.v_proj)
-    return {
-        "self_norm_gamma": layer.self_attn_layer_norm.weight,
-        "self_norm_beta": layer.self_attn_layer_norm.bias,
-        "qkv": qkv,
-        "qkv_bias": qkv_bias,
-        "self_out": own.out_proj.weight,
-        "self_out_bias": own.out_proj.bias,
-        "ffn_norm_gamma": layer.final_layer_norm.weight,
-        "ffn_norm_beta": layer.final_layer_norm.bias,
-        "ffn_up": layer.fc1.weight,
-        "ffn_up_bias": layer.fc1.bias,
-        "ffn_gate": None,
-        "ffn_gate_bias": None,
-        "ffn_down": layer.fc2.weight,
-        "ffn_down_bias": layer.fc2.bias,
-    }
+def times(factor: float, weight: Any, bias: Tensor | None) -> tuple[Any, Tensor | None]:
+    """Return a weight and a bias multiplied by a factor, both unchanged if it is 1."""
+    if factor == 1.0:
+        return weight, bias
+    return wide(weight) * factor, None if bias is None else wide(bias) * factor
 
 
-def t5_parts(own: Any, ffn: Any) -> dict[str, Tensor | None]:
-    """Return the weights common to blocks of T5's encoder and decoder, by our names."""
-    attention, feed_forward = own.SelfAttention, ffn.DenseReluDense
-    gated = hasattr(feed_forward, "wi_1")
-    qkv, _ = joined_modules(attention.q, attention.k, attention.v)
-    return {
-        "self_norm_gamma": own.layer_norm.weight,
-        "self_norm_beta": None,
-        "qkv": qkv,
-        "qkv_bias": None,
-        "self_out": attention.o.weight,
-        "self_out_bias": None,
-        "ffn_norm_gamma": ffn.layer_norm.weight,
-        "ffn_norm_beta": None,
-        "ffn_up": (feed_forward.wi_1 if gated else feed_forward.wi).weight,
-        "ffn_up_bias": None,
-        "ffn_gate": feed_forward.wi_0.weight if gated else None,
-        "ffn_gate_bias": None,
-        "ffn_down": feed_forward.wo.weight,
-        "ffn_down_bias": None,
-    }
-
-
-def t5_sizes(config: Any) -> dict[str, Any]:
-    """Return the sizes and switches common to T5's encoder and decoder."""
-    return {
-        "model_size": config.d_model,
-        "num_heads": config.num_heads,
-        "head_size": config.d_kv,
-        "ffn_size": config.d_ff,
-        "norm": "rms_norm",
-        "norm_first": True,
-        "norm_epsilon": config.layer_norm_epsilon,
-        "activation": activation(config.dense_act_fn),
-        "gated": bool(config.is_gated_act),
-        "attention_scale": 1.0,
-    }
+def scaled(
+    inputs: float, outputs: float | Tensor, weight: Any, bias: Tensor | None
+) -> tuple[Any, Tensor | None]:
+    """Return a weight and a bias with factors of inputs and of outputs, a number or [out]."""
+    if isinstance(outputs, Tensor) and bool((outputs == 1).all()):
+        outputs = 1.0
+    if not isinstance(outputs, Tensor):
+        weight, _ = times(inputs * outputs, weight, None)
+        return weight, None if bias is None else times(outputs, bias, None)[0]
+    weight = wide(weight)
+    factors = (inputs * outputs.double()).to(weight.dtype)  # rounded once
+    return weight * factors[:, None], None if bias is None else wide(bias) * outputs

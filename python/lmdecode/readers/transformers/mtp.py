@@ -9,8 +9,9 @@ from typing import Any
 from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
 from lmdecode.linear.quantized_weight import split_columns
 from lmdecode.readers.transformers.causal_models import causal_model_of
-from lmdecode.readers.transformers.checkpoint import Checkpoint, empty_model
-from lmdecode.readers.transformers.weight_scaling import wide
+from lmdecode.readers.transformers.checkpoint import Checkpoint
+from lmdecode.readers.transformers.module_weights import wide
+from lmdecode.readers.transformers.stand_in import empty_model
 
 __all__ = ["mtp_layer", "mtp_of", "mtp_of_folder", "mtp_shapes"]
 

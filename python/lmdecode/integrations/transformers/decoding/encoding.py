@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder, PackedEncoder, pack_convolution
-from lmdecode.readers.transformers.encoders import encoder_of
+from lmdecode.readers.transformers.encoder_decoder import encoder_of
 from lmdecode.readers.transformers.stand_in import is_stand_in
 
 __all__ = ["ModelEncoder", "memory_of", "with_encoder"]
