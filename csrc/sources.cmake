@@ -96,6 +96,7 @@ set(CPU_BINDING_SOURCES
   bindings/block_table.cpp
   bindings/causal_caches.cpp
   bindings/causal_checks.cpp
+  bindings/model_record.cpp
   bindings/causal_forward.cpp
   bindings/cpu_capability.cpp
   bindings/decoder_checks.cpp

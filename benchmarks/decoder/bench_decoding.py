@@ -16,7 +16,6 @@ from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 from benchmarks.limits import slowest, streaming_read
 from lmdecode.decoder.checks import linear_shapes
-from lmdecode.decoder.config import LayerWeights
 
 GROUP = "decoder"
 CALL, STEP = "translate 32 tokens", "a step of translation"
@@ -24,7 +23,6 @@ CTRANSLATE2, TRANSFORMERS = "CTranslate2", "transformers"
 NUM_BEAMS, SOURCE = 4, 20
 # What CTranslate2 has for a format: it computes in no bfloat16 on the CPU.
 PEER_TYPES = {"float32": "float32", "bfloat16": "int8", "int8": "int8"}
-_CROSS_KEY_VALUE = LayerWeights._fields.index("cross_key_value")
 
 
 @lru_cache(maxsize=1)
@@ -132,9 +130,11 @@ def _limit(decoder: Any, dtype: str, rows: int, steps: int) -> Callable[[], obje
         shapes.pop(other)
     weights = logits + decoder.config.num_layers * sum(map(math.prod, shapes.values()))
     products = multiply_add(2.0 * steps * rows * weights, INSTRUCTIONS[dtype])
-    once = {id(w) for w in decoder.layer_tensors[_CROSS_KEY_VALUE :: len(LayerWeights._fields)]}
-    packed = [tensor for tensor in decoder.tensors if tensor.dtype == torch.uint8]
-    reads = [streaming_read(t) for t in packed if t.numel() and id(t) not in once]
+    reads = [
+        streaming_read(part)
+        for name, part in decoder.parts.items()
+        if part.dtype == torch.uint8 and not name.endswith(".cross_key_value")  # once a request
+    ]
     return slowest([lambda: [read() for _ in range(steps) for read in reads], products])
 
 

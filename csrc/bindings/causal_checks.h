@@ -9,24 +9,17 @@
 
 namespace lmdecode::decoder {
 
-// The weights, in one memory, with the layers that they refer to. A layer's row of the layout
-// begins with six numbers. Whether there is the cache that a layer names is checked in
-// causal_forward_, which has the caches.
+// The weights, in one memory, with the layers that they refer to. Whether there is the cache that a
+// layer names is checked in causal_forward_, which has the caches.
 struct CausalWeightsModel {
-  static constexpr int64_t kLayoutColumns = 50;
   std::vector<CausalLayer> layers;
   std::vector<float> rotary_scales;
   CausalModel model;
 
-  CausalWeightsModel(const char* op, const ModelArguments& from,
-                     std::vector<CheckedHeader>* headers);
+  explicit CausalWeightsModel(ModelReader reader);
   CausalWeightsModel(const CausalWeightsModel&) = delete;
   CausalWeightsModel& operator=(const CausalWeightsModel&) = delete;
 };
-
-// config and numbers alone.
-CausalModel causal_model_sizes(const char* op, const Integers& config, const Numbers& numbers,
-                               std::vector<float>* rotary_scales);
 
 // Six tensors a cache: pool, blocks, lengths, ref_counts, free_blocks, counters. windows: of each.
 // Then, if layers keep states: pool, positions, slots, ref_counts, free_slots, counters followed by

@@ -104,7 +104,7 @@ void check_layers(const CausalForwardParams& p) {
     const CausalLayer& layer = p.model->layers[i];
     const int64_t end = layer.state + p.model->mixer.state_size();
     if (layer.has_state() && end > p.states.state_size) {
-      fail(kForwardOp, "layout[", i + 1, "] has a state that ends at ", end,
+      fail(kForwardOp, "layers.", i, " has a state that ends at ", end,
            "; expected caches.states with so many numbers, not ", p.states.state_size);
     }
     if (!layer.has_attention()) continue;
@@ -113,8 +113,8 @@ void check_layers(const CausalForwardParams& p) {
     const int64_t kept = is_there ? p.caches[layer.cache].window : 0;
     const bool fits = kept == 0 || (layer.window != attention::kUnlimited && layer.window <= kept);
     if (!is_there || !fits) {
-      fail(kForwardOp, "layout[", i + 1, "] has layer ", layer.cache_layer, " of cache ",
-           layer.cache, "; expected one that caches have, with its window at least");
+      fail(kForwardOp, "layers.", i, " has layer ", layer.cache_layer, " of cache ", layer.cache,
+           "; expected one that caches have, with its window at least");
     }
     const PagedCache& cache = p.caches[layer.cache];
     if (cache.kv_heads == layer.heads.kv_heads && cache.head_size == layer.heads.size) continue;
@@ -141,14 +141,12 @@ void check_hidden(const Arguments& arguments, int64_t num_tokens, const Optional
   }
 }
 
-Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers& config,
-                      const Numbers& numbers, const Tensors& caches, const Integers& windows,
+Tensor causal_forward(const Tensor& memory, const Tensors& caches, const Integers& windows,
                       const Tensor& workspace, const Tensor& tokens, const Tensor& entries,
-                      int64_t num_logits, int64_t max_rows, const OptionalTensor& hidden_in,
-                      const OptionalTensor& hidden_out) {
+                      int64_t num_logits, int64_t vocab_size, int64_t max_rows,
+                      const OptionalTensor& hidden_in, const OptionalTensor& hidden_out) {
   const char* const op = kForwardOp;
-  const CausalModel& model =
-      checked_model<CausalWeightsModel>(op, {memory, layout, config, numbers}).model;
+  const CausalModel& model = checked_model<CausalWeightsModel>(op, memory).model;
   CausalForwardParams p;
   p.model = &model;
   const CausalCacheList found = causal_caches(op, caches, windows);
@@ -167,6 +165,9 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
   const int64_t logits = check_entries(p, tokens.numel());
   if (num_logits != logits) {
     fail(op, "num_logits is ", num_logits, "; expected ", logits, ", as entries say");
+  }
+  if (vocab_size != model.config.vocab) {
+    fail(op, "vocab_size is ", vocab_size, "; expected ", model.config.vocab, ", from config");
   }
   if (max_rows < 1 || max_rows > (1 << 20)) {
     fail(op, "max_rows is ", max_rows, "; expected 1 to 2^20");
@@ -189,8 +190,7 @@ Tensor causal_forward(const Tensor& memory, const Tensor& layout, const Integers
 }
 
 // Each row reads its last token and chooses the next, step after step; nothing returns to Python.
-Tensor causal_steps(const Tensor& memory, const Tensor& layout, const Integers& config,
-                    const Numbers& numbers, const Tensors& caches, const Integers& windows,
+Tensor causal_steps(const Tensor& memory, const Tensors& caches, const Integers& windows,
                     const Tensor& workspace, const Tensor& tokens, const Tensor& entries,
                     int64_t max_rows, const Tensor& state, int64_t text_capacity,
                     int64_t rules_capacity, const Tensor& results, const Tensor& ends,
@@ -210,8 +210,7 @@ Tensor causal_steps(const Tensor& memory, const Tensor& layout, const Integers& 
     fail(op, "entries[", row, "] has ", of_entries[row].count, " tokens and ",
          of_entries[row].num_logits, " rows of logits; expected 1 of each");
   }
-  const int64_t vocab =
-      checked_model<CausalWeightsModel>(op, {memory, layout, config, numbers}).model.config.vocab;
+  const int64_t vocab = checked_model<CausalWeightsModel>(op, memory).model.config.vocab;
   check_rank(op, "state", state, 2, "[rows, bytes]");
   if (state.size(0) != rows) {
     fail(op, "state has ", state.size(0), " rows; expected ", rows, ", as tokens has");
@@ -232,9 +231,8 @@ Tensor causal_steps(const Tensor& memory, const Tensor& layout, const Integers& 
   const auto begun = Clock::now();
   int64_t taken = 0;
   for (bool goes_on = rows > 0; goes_on && taken < most; ++taken) {
-    const Tensor logits =
-        causal_forward(memory, layout, config, numbers, caches, windows, workspace, read, entries,
-                       rows, max_rows, std::nullopt, std::nullopt);
+    const Tensor logits = causal_forward(memory, caches, windows, workspace, read, entries, rows,
+                                         vocab, max_rows, std::nullopt, std::nullopt);
     if (taken > 0) sampling::check_state(op, "state", state, p.layout);  // as before a first step
     p.logits = logits.const_data_ptr();
     sampling::sampler_step_cpu(p);
@@ -243,20 +241,18 @@ Tensor causal_steps(const Tensor& memory, const Tensor& layout, const Integers& 
     for (int64_t row = 0; row < rows; ++row) goes_on &= !has_ended(row);
     goes_on &= std::chrono::duration<double>(Clock::now() - begun).count() < seconds;
   }
-  Tensor steps = new_tensor(tokens, {}, ScalarType::Long);
-  *static_cast<int64_t*>(steps.mutable_data_ptr()) = taken;
-  return steps;
+  return new_integer(tokens, taken);
 }
 
 // sizes: max_rows, sequences, blocks of a sequence.
-int64_t workspace_bytes(const Integers& config, const Numbers& numbers, const Integers& sizes) {
-  std::vector<float> scales;
-  const CausalModel model = causal_model_sizes(kBytesOp, config, numbers, &scales);
+Tensor workspace_bytes(const Tensor& memory, const Integers& sizes) {
+  const CausalModel& model = checked_model<CausalWeightsModel>(kBytesOp, memory).model;
   IntegerList list(kBytesOp, "sizes", sizes, 3);
   const int64_t max_rows = list.next("max_rows", 1, 1 << 20);
   const int64_t sequences = list.next("sequences", 1, 1 << 20);
   const int64_t max_blocks = list.next("max_blocks", 1, 1 << 24);
-  return static_cast<int64_t>(causal_workspace_bytes(model, max_rows, sequences, max_blocks));
+  return new_integer(
+      memory, static_cast<int64_t>(causal_workspace_bytes(model, max_rows, sequences, max_blocks)));
 }
 
 }  // namespace
@@ -264,9 +260,6 @@ int64_t workspace_bytes(const Integers& config, const Numbers& numbers, const In
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("causal_forward_", TORCH_BOX(&lmdecode::decoder::causal_forward));
-  m.impl("causal_steps_", TORCH_BOX(&lmdecode::decoder::causal_steps));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
   m.impl("causal_workspace_bytes", TORCH_BOX(&lmdecode::decoder::workspace_bytes));
+  m.impl("causal_steps_", TORCH_BOX(&lmdecode::decoder::causal_steps));
 }

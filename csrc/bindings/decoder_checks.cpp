@@ -3,13 +3,39 @@
 
 namespace lmdecode::decoder {
 
-std::vector<LayerWeights> read_layers(const char* op, const ModelArguments& from,
-                                      const DecoderConfig& c, std::vector<CheckedHeader>* headers) {
-  from.check_rows(op, c.layers);
+DecoderConfig decoder_config(ModelRecord& record, bool is_encoder) {
+  DecoderConfig c;
+  c.layers = record.num_layers();
+  c.model_size = record.integer("config.model_size", 1);
+  c.heads = c.kv_heads = record.integer("config.num_heads", 1);
+  c.head_size = record.integer("config.head_size", 1);
+  c.ffn_size = record.integer("config.ffn_size", 1);
+  c.vocab = record.integer("config.vocab_size", is_encoder ? 0 : 1);
+  if (!is_encoder) c.memory_size = record.integer("config.memory_size", 1);
+  c.position_offset = record.integer("config.position_offset", 0);
+  c.unplaced_token = record.integer("config.unplaced_token", -1, kMaxDecoderSize - 1, -1);
+  c.norm = static_cast<NormKind>(record.choice("config.norm", kNormNames));
+  c.norm_first = record.flag("config.norm_first");
+  c.gated = record.flag("config.gated");
+  c.activation =
+      static_cast<linear::Activation>(record.choice("config.activation", kActivationNames));
+  c.format = record.format();
+  if (c.heads * c.head_size >= kMaxDecoderSize) {
+    fail(record.op(), "config has ", c.heads, " heads of ", c.head_size,
+         "; expected fewer than 2^31 in all");
+  }
+  c.norm_epsilon = record.number("config.norm_epsilon");
+  c.attention_scale = record.number("config.attention_scale");
+  c.denominator_epsilon = record.number("config.denominator_epsilon");
+  c.embedding_scale = record.number("config.embedding_scale");
+  return c;
+}
+
+std::vector<LayerWeights> read_layers(ModelReader reader, const DecoderConfig& c) {
   const int64_t size = c.model_size, attention = c.attention_size();
   std::vector<LayerWeights> layers;
-  for (int64_t i = 1; i <= c.layers; ++i) {
-    WeightParts parts = from.row(op, i, headers);
+  for (int64_t i = 0; i < c.layers; ++i) {
+    WeightParts parts = reader.parts_of_layer(i);
     const auto linear = [&](const char* name, const char* bias, int64_t in, int64_t out) {
       return parts.linear(name, bias, c.format, in, out);
     };
@@ -28,9 +54,6 @@ std::vector<LayerWeights> read_layers(const char* op, const ModelArguments& from
     w.ffn_up = linear("ffn_up", "ffn_up_bias", size, c.ffn_size);
     if (c.gated) {
       w.ffn_gate = linear("ffn_gate", "ffn_gate_bias", size, c.ffn_size);
-    } else {
-      parts.skip();
-      parts.skip();
     }
     w.ffn_down = linear("ffn_down", "ffn_down_bias", c.ffn_size, size);
     layers.push_back(w);
@@ -38,16 +61,19 @@ std::vector<LayerWeights> read_layers(const char* op, const ModelArguments& from
   return layers;
 }
 
-DecoderModel::DecoderModel(const char* op, const ModelArguments& from,
-                           std::vector<CheckedHeader>* headers)
-    : DecoderLayers(op, from, headers) {
-  WeightParts parts = from.row(op, 0, headers);
-  read_tables(op, parts, config, &weights);
+DecoderModel::DecoderModel(ModelReader reader) {
+  reader.record.check_kind("\"decoder\"");
+  config = decoder_config(reader.record);
+  layers = read_layers(reader, config);
+  read_tables(reader, config, &weights);
+  WeightParts parts = reader.parts();
+  if (!parts.has("logits")) return;
   weights.logits =
       parts.linear("logits", "logits_bias", config.format, config.model_size, config.vocab);
 }
 
 DecoderWeights DecoderModel::with(const char* op, const Tensor& embedding) const {
+  if (weights.logits.out_features == 0) fail(op, "weights have no logits; expected them");
   DecoderWeights all = weights;
   all.layers = layers.data();
   all.embedding = Arguments(op).contiguous<const float>("embedding", embedding,

@@ -1,12 +1,12 @@
 // Arguments of the decoder ops to kernel parameters. python/lmdecode/decoder/weights.py and
-// python/lmdecode/decoder/state.py make the tensors and numbers that come here.
+// python/lmdecode/decoder/state.py make the tensors that come here.
 #pragma once
 
 #include <optional>
 #include <vector>
 
 #include "bindings/beam_search_checks.h"
-#include "bindings/weight_parts.h"
+#include "bindings/model_record.h"
 #include "decoder/decoding.h"
 #include "decoder/step_attention.h"
 
@@ -36,12 +36,6 @@ class IntegerList {
     return value;
   }
   bool next_flag(const char* field) { return next(field, 0, 1) != 0; }
-  // The format of linear weights; -1: each has its own.
-  std::optional<linear::LinearFormat> next_format() {
-    const int64_t format = next("format", -1, linear::kMaxLinearFormat);
-    if (format < 0) return std::nullopt;
-    return static_cast<linear::LinearFormat>(format);
-  }
 
  private:
   const char* op_;
@@ -51,35 +45,7 @@ class IntegerList {
 };
 
 // For an encoder: a vocab_size of 0 if it takes no tokens, and a memory_size of 0.
-inline DecoderConfig decoder_config(const char* op, const Integers& sizes, const Numbers& numbers,
-                                    bool is_encoder = false) {
-  IntegerList list(op, "config", sizes, 14);
-  DecoderConfig c;
-  c.layers = list.next("num_layers", 1);
-  c.model_size = list.next("model_size", 1);
-  c.heads = c.kv_heads = list.next("num_heads", 1);
-  c.head_size = list.next("head_size", 1);
-  c.ffn_size = list.next("ffn_size", 1);
-  c.vocab = list.next("vocab_size", is_encoder ? 0 : 1);
-  c.memory_size = is_encoder ? list.next("memory_size", 0, 0) : list.next("memory_size", 1);
-  c.position_offset = list.next("position_offset", 0);
-  c.unplaced_token = list.next("unplaced_token", -1);
-  c.norm = static_cast<NormKind>(list.next("norm", 0, 1));
-  c.norm_first = list.next_flag("norm_first");
-  c.gated = list.next_flag("gated");
-  c.activation = static_cast<linear::Activation>(list.next("activation", 0, 4));
-  c.format = list.next_format();
-  if (c.heads * c.head_size >= kMaxDecoderSize) {
-    fail(op, "config has ", c.heads, " heads of ", c.head_size,
-         "; expected fewer than 2^31 in all");
-  }
-  if (numbers.size() != 4) fail(op, "numbers has ", numbers.size(), " entries; expected 4");
-  c.norm_epsilon = static_cast<float>(numbers[0]);
-  c.attention_scale = static_cast<float>(numbers[1]);
-  c.denominator_epsilon = static_cast<float>(numbers[2]);
-  c.embedding_scale = static_cast<float>(numbers[3]);
-  return c;
-}
+DecoderConfig decoder_config(ModelRecord& record, bool is_encoder = false);
 
 // A list of tensors read one after the other, each contiguous, and on the CPU or where the
 // arguments are to be.
@@ -118,49 +84,39 @@ class TensorList {
   size_t index_ = 0;
 };
 
-// Reads the first columns of the model's row in a decoder's or an encoder's layout.
+// Reads what surrounds the layers of a decoder or an encoder.
 template <class Weights>
-void read_tables(const char* op, WeightParts& parts, const DecoderConfig& c, Weights* weights) {
-  const int64_t positions = parts.number(0, "positions", 0);
-  const int64_t rows = parts.number(0, "rows of the relative bias", 0);
-  weights->num_distances = parts.number(0, "distances", 0);
+void read_tables(ModelReader reader, const DecoderConfig& c, Weights* weights) {
+  const char* const op = reader.record.op();
+  WeightParts parts = reader.parts();
+  int64_t positions = 0, rows = reader.record.integer("relative_bias_rows", 0);
+  weights->positions = parts.table("positions", c.model_size, &positions);
+  weights->num_positions = std::max<int64_t>(positions - c.position_offset, 0);
   weights->has_bias_of_layers = c.layers > 1 && rows == c.layers * c.heads;
-  weights->positions = parts.next<float>("positions", positions * c.model_size);
-  weights->relative_bias = parts.next<float>("relative_bias", rows * weights->num_distances);
-  if ((weights->positions == nullptr) != (positions == 0)) {
-    fail(op, "layout[0].positions is ", positions,
-         "; expected 0 just where weights have no positions");
-  }
-  if (positions > 0) weights->num_positions = positions - c.position_offset;
-  if (weights->relative_bias != nullptr && rows != c.heads && !weights->has_bias_of_layers) {
+  if (rows > 0 && rows != c.heads && !weights->has_bias_of_layers) {
     fail(op, "weights.relative_bias has ", rows, " rows; expected ", c.heads, ", from config");
+  }
+  weights->relative_bias =
+      parts.table("relative_bias", std::max<int64_t>(rows, 1), &weights->num_distances);
+  if ((weights->relative_bias == nullptr) != (rows == 0)) {
+    fail(op, "relative_bias_rows is ", rows, "; expected 0 just where weights have no such bias");
   }
   weights->embedding_norm = parts.norm("embedding_norm_gamma", "embedding_norm_beta", c.model_size);
   weights->final_norm = parts.norm("final_norm_gamma", "final_norm_beta", c.model_size);
 }
 
 // The layers of a decoder, or of an encoder.
-std::vector<LayerWeights> read_layers(const char* op, const ModelArguments& from,
-                                      const DecoderConfig& config,
-                                      std::vector<CheckedHeader>* headers);
+std::vector<LayerWeights> read_layers(ModelReader reader, const DecoderConfig& config);
 
-struct DecoderLayers {
-  static constexpr int64_t kLayoutColumns = 22;
+// The weights of a decoder but for the embedding, which has a tensor of its own: it may be that of
+// another model. A layer by itself has no logits.
+struct DecoderModel {
   DecoderConfig config;
   std::vector<LayerWeights> layers;
-
-  DecoderLayers(const char* op, const ModelArguments& from, std::vector<CheckedHeader>* headers)
-      : config(decoder_config(op, from.config, from.numbers)),
-        layers(read_layers(op, from, config, headers)) {}
-};
-
-// The weights of a whole decoder but for the embedding, which has a tensor of its own: it may be
-// that of another model.
-struct DecoderModel : DecoderLayers {
   DecoderWeights weights;
 
-  DecoderModel(const char* op, const ModelArguments& from, std::vector<CheckedHeader>* headers);
-  // With embedding and layers.
+  explicit DecoderModel(ModelReader reader);
+  // With embedding and layers; throws without logits.
   DecoderWeights with(const char* op, const Tensor& embedding) const;
 };
 

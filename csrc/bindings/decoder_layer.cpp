@@ -28,12 +28,11 @@ void check_places(const StepRows& rows, int64_t capacity) {
 }
 
 // One layer on x [rows, model_size]; cache_rows, positions and requests [rows] int32.
-Tensor decoder_layer(const Tensor& x, const Tensor& weights, const Tensor& layout,
-                     const Integers& config, const Numbers& numbers, const Tensor& relative_bias,
+Tensor decoder_layer(const Tensor& x, const Tensor& weights, const Tensor& relative_bias,
                      const Tensors& caches, const Tensor& cache_rows, const Tensor& positions,
                      const Tensor& requests) {
   const char* const op = kLayerOp;
-  const auto& model = checked_model<DecoderLayers>(op, {weights, layout, config, numbers});
+  const auto& model = checked_model<DecoderModel>(op, weights);
   const LayerWeights& layer = model.layers[0];
   DecoderConfig c = model.config;
   c.layers = 1;

@@ -82,13 +82,12 @@ void check_logits(const Tensor& logits, int64_t rows, int64_t vocab) {
   arguments.check_contiguous("logits", logits);
 }
 
-Tensor decoding_steps(const Tensor& embedding, const Tensor& weights, const Tensor& layout,
-                      const Integers& config, const Numbers& numbers, const Tensors& state,
+Tensor decoding_steps(const Tensor& embedding, const Tensor& weights, const Tensors& state,
                       const Tensors& parameters, const Tensors& rules, const Tensors& caches,
                       const Tensor& workspace, const Integers& options,
                       const std::optional<Tensor>& logits) {
   const char* const op = kStepsOp;
-  const auto& model = checked_model<DecoderModel>(op, {weights, layout, config, numbers});
+  const auto& model = checked_model<DecoderModel>(op, weights);
   const CacheTensors cache(op, caches, model.config);
   DecodingParams p;
   p.config = model.config;
@@ -158,32 +157,29 @@ Tensor decoding_steps(const Tensor& embedding, const Tensor& weights, const Tens
     p.logits = static_cast<float*>(logits->mutable_data_ptr());
     if (logits->dim() == 3) p.scores = p.logits + p.cache_rows() * p.config.vocab;
   }
-  Tensor steps = new_tensor(first, {}, ScalarType::Long);
-  *static_cast<int64_t*>(steps.mutable_data_ptr()) = decoding_steps_cpu(p);
-  return steps;
+  return new_integer(first, decoding_steps_cpu(p));
 }
 
 // sizes: slots, beams, capacity, num_groups, num_candidates, num_bans
-int64_t decoding_workspace(const Integers& config, const Numbers& numbers, const Integers& sizes) {
+Tensor decoding_workspace(const Tensor& weights, const Integers& sizes) {
   IntegerList list(kWorkspaceOp, "sizes", sizes, 6);
   DecodingParams p;
-  p.config = decoder_config(kWorkspaceOp, config, numbers);
+  p.config = checked_model<DecoderModel>(kWorkspaceOp, weights).config;
   p.state.slots = list.next("slots", 0);
   p.state.beams = list.next("beams", 1);
   p.state.capacity = list.next("capacity", 0);
   p.num_groups = list.next("num_groups", 1);
   p.num_candidates = list.next("num_candidates", 1);
   p.token_rules.num_bans = list.next("num_bans", 0);
-  return static_cast<int64_t>(decoding_workspace_bytes(p));
+  return new_integer(weights, static_cast<int64_t>(decoding_workspace_bytes(p)));
 }
 
 constexpr const char* kReadOp = "decoding_read_memory_";
 
-void read_memory(const Tensor& weights, const Tensor& layout, const Integers& config,
-                 const Numbers& numbers, const Tensors& caches, const Tensor& memory,
+void read_memory(const Tensor& weights, const Tensors& caches, const Tensor& memory,
                  const Tensor& lengths, const Tensor& requests) {
   const char* const op = kReadOp;
-  const auto& model = checked_model<DecoderLayers>(op, {weights, layout, config, numbers});
+  const auto& model = checked_model<DecoderModel>(op, weights);
   const DecoderConfig& c = model.config;
   const CacheTensors cache(op, caches, c);
   check_rank(op, "memory", memory, 3, "[requests, source, memory_size]");
@@ -230,9 +226,6 @@ void read_memory(const Tensor& weights, const Tensor& layout, const Integers& co
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("decoding_read_memory_", TORCH_BOX(&lmdecode::decoder::read_memory));
-  m.impl("decoding_steps_", TORCH_BOX(&lmdecode::decoder::decoding_steps));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
   m.impl("decoding_workspace_bytes", TORCH_BOX(&lmdecode::decoder::decoding_workspace));
+  m.impl("decoding_steps_", TORCH_BOX(&lmdecode::decoder::decoding_steps));
 }

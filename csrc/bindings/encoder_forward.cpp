@@ -12,31 +12,28 @@ namespace {
 constexpr const char* kOp = "encoder_forward";
 // The weights of an encoder but for the embedding, which may be a decoder's.
 struct EncoderLayers {
-  static constexpr int64_t kLayoutColumns = 14;
   std::vector<LayerWeights> layers;
   EncoderModel model;
 
-  EncoderLayers(const char* op, const ModelArguments& from, std::vector<CheckedHeader>* headers) {
-    const DecoderConfig& c = model.config =
-        decoder_config(op, from.config, from.numbers, /*is_encoder=*/true);
-    layers = read_layers(op, from, c, headers);
-    WeightParts parts = from.row(op, 0, headers);
-    read_tables(op, parts, c, &model);
+  explicit EncoderLayers(ModelReader reader) {
+    reader.record.check_kind("\"encoder\"");
+    model.config = decoder_config(reader.record, /*is_encoder=*/true);
+    layers = read_layers(reader, model.config);
+    read_tables(reader, model.config, &model);
     if (model.relative_bias == nullptr) return;
     if (model.num_distances % 2 == 0) {
-      fail(op, "weights.relative_bias has ", model.num_distances,
+      fail(kOp, "weights.relative_bias has ", model.num_distances,
            " distances; expected an odd number of them");
     }
     model.num_distances = model.num_distances / 2 + 1;
   }
 };
 
-Tensor encoder_forward(const Tensor& embedding, const Tensor& weights, const Tensor& layout,
-                       const Integers& config, const Numbers& numbers,
+Tensor encoder_forward(const Tensor& embedding, const Tensor& weights,
                        const std::optional<Tensor>& tokens, const std::optional<Tensor>& inputs,
                        const Tensor& positions, const Tensor& row_begins) {
   const Arguments arguments(kOp);
-  const auto& checked = checked_model<EncoderLayers>(kOp, {weights, layout, config, numbers});
+  const auto& checked = checked_model<EncoderLayers>(kOp, weights);
   EncoderModel m = checked.model;
   m.layers = checked.layers.data();
   const DecoderConfig& c = m.config;

@@ -9,11 +9,12 @@ namespace {
 constexpr const char* kFasterTransformerOp = "faster_transformer_decoding_";
 
 // caches: with a request for each memory_rows rows.
-std::tuple<Tensor, Tensor, Tensor> faster_transformer_decoding(
-    const Tensor& embedding, const Tensor& weights, const Tensor& layout, const Integers& config,
-    const Numbers& numbers, const Tensors& caches, const Integers& options) {
+std::tuple<Tensor, Tensor, Tensor> faster_transformer_decoding(const Tensor& embedding,
+                                                               const Tensor& weights,
+                                                               const Tensors& caches,
+                                                               const Integers& options) {
   const char* const op = kFasterTransformerOp;
-  const auto& model = checked_model<DecoderModel>(op, {weights, layout, config, numbers});
+  const auto& model = checked_model<DecoderModel>(op, weights);
   const CacheTensors cache(op, caches, model.config);
   FasterTransformerParams p;
   p.config = model.config;

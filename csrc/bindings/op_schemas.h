@@ -186,57 +186,50 @@ inline constexpr OpSchema kOpSchemas[] = {
      Devices::kCpuOnly},
     {"layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", Devices::kCpuOnly},
     {"rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", Devices::kCpuOnly},
-    // config, numbers: of lmdecode.DecoderConfig; embedding [vocab, model_size]; weights: one
-    // buffer; layout [layers + 1, 22] int64: offsets of its parts (decoder/weights.py); state: the
-    // 14 tensors of a BeamState, parameters: the 8 of a BeamParameters; rules: the tensors of
-    // TokenRules, and with tries the number of each slot's trie, int64, -1 for none, then tokens
-    // and child_begin of each trie; caches: the tensors of DecodingCaches; options: rules, greedy,
-    // num_groups, num_candidates, max_steps, stop_when_done, chooses (else one step at most, up to
-    // the logits); logits [rows of caches, vocab]: receives the last logits of each row; with [2,
-    // rows of caches, vocab], also the values after the rules. Returns the number of steps, int64.
-    {"decoding_steps_(Tensor embedding, Tensor weights, Tensor layout, int[] config, float[] "
-     "numbers, Tensor(a!)[] state, "
-     "Tensor[] parameters, Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] "
-     "options, Tensor(d!)? logits=None) -> Tensor",
+    // embedding [vocab, model_size]; weights: the memory of a packed decoder, which begins with its
+    // record (model_record.h); state: the 14 tensors of a BeamState, parameters: the 8 of a
+    // BeamParameters; rules: the tensors of TokenRules, and with tries the number of each slot's
+    // trie, int64, -1 for none, then tokens and child_begin of each trie; caches: the tensors of
+    // DecodingCaches; options: rules, greedy, num_groups, num_candidates, max_steps,
+    // stop_when_done, chooses (else one step at most, up to the logits); logits [rows of caches,
+    // vocab]: receives the last logits of each row; with [2, rows of caches, vocab], also the
+    // values after the rules. Returns the number of steps, int64.
+    {"decoding_steps_(Tensor embedding, Tensor weights, Tensor(a!)[] state, Tensor[] parameters, "
+     "Tensor[] rules, Tensor(b!)[] caches, Tensor(c!) workspace, int[] options, Tensor(d!)? "
+     "logits=None) -> Tensor",
      Devices::kCpuOnly},
-    // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot
-    {"decoding_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int"},
-    // Writes keys and values of memories [n, source, memory_size] of `requests` [n] to the caches;
-    // weights: of the layers only.
-    {"decoding_read_memory_(Tensor weights, Tensor layout, int[] config, float[] numbers, "
-     "Tensor(a!)[] "
-     "caches, Tensor memory, Tensor lengths, Tensor requests) -> ()",
+    // sizes: slots, beams, capacity, num_groups, num_candidates, bans of a slot. Returns int64.
+    {"decoding_workspace_bytes(Tensor weights, int[] sizes) -> Tensor", Devices::kCpuOnly},
+    // Writes keys and values of memories [n, source, memory_size] of `requests` [n] to the caches.
+    {"decoding_read_memory_(Tensor weights, Tensor(a!)[] caches, Tensor memory, Tensor lengths, "
+     "Tensor requests) -> ()",
      Devices::kCpuOnly},
-    // The encoder of an encoder-decoder model. embedding [vocab, model_size], or empty; weights,
-    // layout
-    // [layers + 1, 14]: as of a decoder; tokens
-    // [rows] or inputs [rows, model_size] of concatenated sequences; positions [rows],
-    // row_begins [sequences + 1] int64. Returns [rows, model_size].
-    {"encoder_forward(Tensor embedding, Tensor weights, Tensor layout, int[] config, float[] "
-     "numbers, Tensor? tokens, Tensor? "
-     "inputs, Tensor positions, Tensor row_begins) -> Tensor",
+    // The encoder of an encoder-decoder model. embedding [vocab, model_size], or empty; weights: as
+    // of a decoder; tokens [rows] or inputs [rows, model_size] of concatenated sequences; positions
+    // [rows], row_begins [sequences + 1] int64. Returns [rows, model_size].
+    {"encoder_forward(Tensor embedding, Tensor weights, Tensor? tokens, Tensor? inputs, Tensor "
+     "positions, Tensor row_begins) -> Tensor",
      Devices::kCpuOnly},
-    // A step of a decoder-only model. weights: one buffer; layout [layers + 1, kLayoutColumns]
-    // int64: offsets of its parts; caches: six tensors for each of windows
-    // (csrc/bindings/causal_checks.h). tokens [n]; entries [m, 4]: sequence, count of tokens,
-    // is_prompt, num_logits. hidden_in, where the weights have a projection of it, and hidden_out:
-    // [n, model_size]. Returns [num_logits, vocab].
-    {"causal_forward_(Tensor weights, Tensor layout, int[] config, float[] numbers, Tensor(a!)[] "
-     "caches, int[] windows, Tensor(b!) workspace, Tensor tokens, Tensor entries, int "
-     "num_logits, int max_rows, Tensor? hidden_in=None, Tensor(c!)? hidden_out=None) -> Tensor",
+    // A step of a decoder-only model. weights: the memory of a packed model, which begins with its
+    // record; caches: six tensors for each of windows (csrc/bindings/causal_checks.h). tokens [n];
+    // entries [m, 4]: sequence, count of tokens, is_prompt, num_logits. hidden_in, where the
+    // weights have a projection of it, and hidden_out: [n, model_size]. Returns [num_logits,
+    // vocab_size], the model's.
+    {"causal_forward_(Tensor weights, Tensor(a!)[] caches, int[] windows, Tensor(b!) workspace, "
+     "Tensor tokens, Tensor entries, int num_logits, int vocab_size, int max_rows, Tensor? "
+     "hidden_in=None, Tensor(c!)? hidden_out=None) -> Tensor",
      Devices::kCpuOnly},
     // Steps of sequences that a sampler's rows follow, one entry each: causal_forward_ of the last
     // tokens [rows], then sampler_step_ with the flag accept. A step in which a row chooses one of
     // its ends, or fails, is the last, or the first that ends after so many seconds. results are
     // those of the last step, chosen [steps, rows] the tokens. Returns the number of steps. What a
     // later step has no room for is an error of causal_forward_: the steps before it are done.
-    {"causal_steps_(Tensor weights, Tensor layout, int[] config, float[] numbers, Tensor(a!)[] "
-     "caches, int[] windows, Tensor(b!) workspace, Tensor tokens, Tensor entries, int max_rows, "
-     "Tensor(c!) state, int text_capacity, int rules_capacity, Tensor(d!) results, Tensor ends, "
-     "Tensor(e!) chosen, float seconds) -> Tensor",
+    {"causal_steps_(Tensor weights, Tensor(a!)[] caches, int[] windows, Tensor(b!) workspace, "
+     "Tensor tokens, Tensor entries, int max_rows, Tensor(c!) state, int text_capacity, int "
+     "rules_capacity, Tensor(d!) results, Tensor ends, Tensor(e!) chosen, float seconds) -> Tensor",
      Devices::kCpuOnly},
-    // sizes: max_rows, sequences, blocks of a sequence
-    {"causal_workspace_bytes(int[] config, float[] numbers, int[] sizes) -> int"},
+    // sizes: max_rows, sequences, blocks of a sequence. Returns int64.
+    {"causal_workspace_bytes(Tensor weights, int[] sizes) -> Tensor", Devices::kCpuOnly},
     // parents [sequences]; lengths [n, 2]: sequences, and their initial or truncated lengths.
     {"causal_caches_reorder_(Tensor(a!)[] caches, int[] windows, Tensor parents) -> ()",
      Devices::kCpuOnly},
@@ -246,15 +239,12 @@ inline constexpr OpSchema kOpSchemas[] = {
      Devices::kCpuOnly},
     // options: beam_width, max_seq_len, start_id, end_id. Outputs int32, [max_seq_len, rows] twice
     // and [rows].
-    {"faster_transformer_decoding_(Tensor embedding, Tensor weights, Tensor layout, int[] config, "
-     "float[] numbers, "
-     "Tensor(a!)[] caches, int[] options) -> (Tensor output_ids, Tensor parent_ids, Tensor "
-     "sequence_length)",
+    {"faster_transformer_decoding_(Tensor embedding, Tensor weights, Tensor(a!)[] caches, int[] "
+     "options) -> (Tensor output_ids, Tensor parent_ids, Tensor sequence_length)",
      Devices::kCpuOnly},
-    // weights, layout [2, 22]: of one layer. cache_rows, positions, requests: [rows] int32.
-    {"decoder_layer(Tensor x, Tensor weights, Tensor layout, int[] config, float[] numbers, Tensor "
-     "relative_bias, Tensor(a!)[] caches, Tensor cache_rows, Tensor positions, Tensor "
-     "requests) -> Tensor",
+    // weights: of one layer. cache_rows, positions, requests: [rows] int32.
+    {"decoder_layer(Tensor x, Tensor weights, Tensor relative_bias, Tensor(a!)[] caches, Tensor "
+     "cache_rows, Tensor positions, Tensor requests) -> Tensor",
      Devices::kCpuOnly},
     {"gather_tree(Tensor step_ids, Tensor parent_ids, Tensor max_sequence_lengths, int "
      "end_token) -> Tensor",

@@ -271,6 +271,13 @@ inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shap
   return Tensor(handle);
 }
 
+// An integer that is known when the op has run.
+inline Tensor new_integer(const Tensor& like, int64_t value) {
+  Tensor made = new_tensor(like, {}, ScalarType::Long);
+  *static_cast<int64_t*>(made.mutable_data_ptr()) = value;
+  return made;
+}
+
 inline DType float_dtype(const char* op, const char* name, const Tensor& tensor) {
   switch (dtype_of(tensor)) {
     case ScalarType::Float:

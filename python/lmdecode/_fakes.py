@@ -115,8 +115,7 @@ def _of_numbers(op: str) -> Callable[..., Any]:
 
 
 for _op in (
-    "causal_workspace_bytes", "cpu_capabilities", "cpu_capability", "decoding_workspace_bytes",
-    "sampler_layout", "sampler_row_bytes",
+    "cpu_capabilities", "cpu_capability", "sampler_layout", "sampler_row_bytes",
 ):  # fmt: skip
     _OUTPUTS[_op] = _of_numbers(_op)
 
@@ -300,9 +299,9 @@ def _norm(x, **_):
 # --- Whole models ---------------------------------------------------------------------------------
 
 
-@_returns("causal_steps_", "decoding_steps_")
-def _decoding_steps(workspace, **_):
-    return _empty(workspace, dtype=torch.int64)
+@_returns("causal_steps_", "causal_workspace_bytes", "decoding_steps_", "decoding_workspace_bytes")
+def _integer(weights, **_):
+    return _empty(weights, dtype=torch.int64)
 
 
 @_returns("faster_transformer_decoding_")
@@ -328,10 +327,11 @@ def _dynamic_time_warping(cost, **_):
 
 
 @_returns("encoder_forward")
-def _encoder_forward(config, positions, **_):
-    return _empty(positions, positions.shape[0], config[1], dtype=torch.float32)
+def _encoder_forward(embedding, inputs, positions, **_):
+    size = (embedding if inputs is None else inputs).shape[1]
+    return _empty(positions, positions.shape[0], size, dtype=torch.float32)
 
 
 @_returns("causal_forward_")
-def _causal_forward(config, workspace, num_logits, **_):
-    return _empty(workspace, num_logits, config[6], dtype=torch.float32)
+def _causal_forward(workspace, num_logits, vocab_size, **_):
+    return _empty(workspace, num_logits, vocab_size, dtype=torch.float32)

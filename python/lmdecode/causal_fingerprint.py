@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from lmdecode._memory import bytes_of
 from lmdecode.decoder.causal_caches import CacheParts, row_format
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.system import cpu_capability
@@ -30,10 +27,7 @@ def weights_hash(packed: PackedCausalModel) -> str:
     if packed.saved_hash is not None:
         return packed.saved_hash
     if packed not in _hashes:
-        digest = hashlib.sha256(json.dumps([packed.sizes, packed.numbers]).encode())
-        digest.update(bytes_of(packed.layout))
-        digest.update(bytes_of(packed.memory[: packed.own_bytes]))
-        _hashes[packed] = digest.hexdigest()
+        _hashes[packed] = packed.weights_hash()
     return _hashes[packed]
 
 

@@ -188,7 +188,7 @@ class Decoding(PackedDecoding):
             from lmdecode.integrations.transformers.decoding.encoding import ModelEncoder
 
             decoder = decoding.decoder
-            decoding.encoder = ModelEncoder(model, decoder.weight_format, decoder.tensors[0])
+            decoding.encoder = ModelEncoder(model, decoder.weight_format, decoder.embedding)
         if not keep_model and not isinstance(decoding.decoder, DeviceDecoder):
             if is_loaded_here:
                 model = without_weights(model)

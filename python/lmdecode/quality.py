@@ -186,4 +186,4 @@ def bits_per_weight(decoding: PackedDecoding) -> float:
     other embeddings and norms are not.
     """
     model = _causal("bits_per_weight", decoding)
-    return 8 * sum(size for _, size in model.packed_parts(model.memory)) / model.packed_numel
+    return 8 * sum(size for _, size in model.packed_parts()) / model.packed_numel

@@ -71,22 +71,20 @@ def forward_arguments(caches: CausalCaches, *entries: Entry) -> list[Any]:
     model = caches.model
     return [
         model.memory,
-        model.layout,
-        model.sizes,
-        model.numbers,
         caches._tensors,
         model.cache_windows,
         caches._workspace,
         torch.cat([entry.tokens for entry in entries]),
         torch.tensor(table),
         sum(entry.logits for entry in entries),
+        model.config.vocab_size,
         caches.max_rows,
     ]
 
 
 def step(caches: CausalCaches, *entries: Entry) -> list[Tensor]:
     """Read entries in one step; returns the logits of each."""
-    *_, tokens, table, num_logits, _ = forward_arguments(caches, *entries)
+    *_, tokens, table, num_logits, _, _ = forward_arguments(caches, *entries)
     logits = caches.forward(tokens, table, num_logits)
     return list(logits.split([entry.logits for entry in entries]))
 

@@ -28,7 +28,7 @@ def read_memory() -> Call:
 
     searches = running_search("rms")
     return Call(
-        OPS.decoding_read_memory_, *searches.decoder.of_layers, list(searches.caches),
+        OPS.decoding_read_memory_, searches.decoder.memory, list(searches.caches),
         randn(2, 5, 18), torch.tensor([5, 3]), torch.tensor([1, 0]),
     )  # fmt: skip
 
@@ -49,7 +49,7 @@ def decoder_layer() -> Call:
         cache.zero_()
     rows = torch.arange(2, dtype=torch.int32)
     return Call(
-        OPS.decoder_layer, randn(2, 22), *layer._packed.of_layers, layer.relative_bias,
+        OPS.decoder_layer, randn(2, 22), layer._packed.memory, layer.relative_bias,
         list(caches), rows, torch.zeros(2, dtype=torch.int32), rows,
     )  # fmt: skip
 

@@ -1,5 +1,8 @@
 """The ops of decoder-only models: what does not fit is refused by its name, before any change."""
 
+import re
+import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,18 +11,17 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.model_record import read_record, record_bytes
 from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, packed, state, step
 from tests.support.causal_models import VOCAB, WINDOW, random_tokens
 from tests.support.op_contract import assert_op_refuses
+from tests.support.records import with_entries
 
 ops = torch.ops.lmdecode
 
-(WEIGHTS, LAYOUT, CONFIG, NUMBERS, CACHES, WINDOWS, WORKSPACE, TOKENS, ENTRIES, NUM_LOGITS,
- MAX_ROWS) = range(11)  # fmt: skip
+(WEIGHTS, CACHES, WINDOWS, WORKSPACE, TOKENS, ENTRIES, NUM_LOGITS, VOCAB_SIZE,
+ MAX_ROWS) = range(9)  # fmt: skip
 POOL, BLOCKS, LENGTHS, REF_COUNTS, FREE_BLOCKS, COUNTERS = range(6)
-# Columns of a layout's row: of the model, and of a layer.
-EMBEDDING, POSITIONS, ROTARY, _, _, LOGITS, _ = range(7)
-LAYER_WINDOW, LAYER_ROTARY, LAYER_CACHE, CACHE_LAYER, _, _, NORM, _, QKV, QKV_BIAS = range(10)
 
 
 def running(architecture: str = "gemma3_text", weight_format: str = "float32") -> CausalCaches:
@@ -73,18 +75,14 @@ Change = Callable[[Any], Any]
         (WEIGHTS, lambda w: w[None], r"weights has shape \[1, .*expected \[bytes\], contiguous"),
         (WEIGHTS, strided, "weights has shape .* contiguous"),
         (WEIGHTS, at_odd_address, "weights has shape .* aligned to 64"),
-        (LAYOUT, lambda t: t.int(), "layout has dtype int32; expected int64"),
-        (LAYOUT, lambda t: t[:-1], r"layout has shape \[3, 50\]; expected \[4, 50\]"),
-        (LAYOUT, lambda t: t[:, :-1].contiguous(), r"layout has shape \[4, 49\]"),
-        (LAYOUT, lambda t: t[0], r"layout has shape \[50\]"),
-        (LAYOUT, strided, "layout has shape .* contiguous"),
-        (CONFIG, lambda c: c[:-1], "config has 37 numbers; expected 38"),
-        (NUMBERS, lambda n: n[:-1], "numbers has 15 entries; expected 16"),
+        (WEIGHTS, lambda w: w[:-64], "weights has .* bytes; expected .*, as its record says"),
+        (WEIGHTS, lambda w: w[64:], "weights has no record in its"),
+        (WEIGHTS, lambda w: w[:8], "weights has no record in its 8 bytes"),
         (WINDOWS, lambda w: [], "windows has 0 entries; expected 1 to 2"),
         (WINDOWS, lambda w: [*w, 1], "windows has 3 entries; expected 1 to 2"),
         (WINDOWS, lambda w: [w[0], -1], r"windows\[1\] is -1; expected 0 to"),
         (WINDOWS, lambda w: w[:1], "caches has 12 tensors; expected 6"),
-        (WINDOWS, lambda w: [w[0], WINDOW - 1], r"layout\[1\] has layer 0 of cache 1; expected"),
+        (WINDOWS, lambda w: [w[0], WINDOW - 1], r"layers.0 has layer 0 of cache 1; expected"),
         (WORKSPACE, lambda w: w.view(torch.int8), "workspace has dtype int8; expected uint8"),
         (WORKSPACE, lambda w: w[:-1], "workspace has .* bytes on cpu; expected at least"),
         (WORKSPACE, at_odd_address, "workspace has .* aligned to 64"),
@@ -100,6 +98,7 @@ Change = Callable[[Any], Any]
         (ENTRIES, strided, "entries has strides; expected a contiguous tensor"),
         (NUM_LOGITS, lambda n: n + 1, "num_logits is 4; expected 3, as entries say"),
         (NUM_LOGITS, lambda n: -1, "num_logits is -1; expected 3"),
+        (VOCAB_SIZE, lambda n: n + 1, "vocab_size is 102; expected 101, from config"),
         (MAX_ROWS, lambda n: 0, r"max_rows is 0; expected 1 to 2\^20"),
         (MAX_ROWS, lambda n: (1 << 20) + 1, "max_rows is 1048577"),
         (MAX_ROWS, lambda n: n + 1, "workspace has .* bytes on cpu; expected at least"),
@@ -115,7 +114,6 @@ def test_arguments(number: int, change: Change, message: str) -> None:
     ("number", "message"),
     [
         (WEIGHTS, "weights is on meta; expected the device of workspace, cpu"),
-        (LAYOUT, "layout is on meta; expected the device of workspace, cpu"),
         (WORKSPACE, "weights is on cpu; expected the device of workspace, meta"),
         (TOKENS, "tokens is on meta; expected the device of workspace, cpu"),
         (ENTRIES, "entries is on meta; expected the device of workspace, cpu"),
@@ -128,98 +126,157 @@ def test_tensors_on_other_devices(number: int, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("name", "value", "message"),
     [
-        (0, 0, "num_layers is 0"),
-        (1, 0, "model_size is 0"),
-        (2, 0, "num_heads is 0"),
-        (3, 0, "num_kv_heads is 0"),
-        (3, 3, "num_kv_heads is 3; expected a divisor of num_heads, 4"),
-        (4, 0, "head_size is 0"),
-        (5, 0, "ffn_size is 0"),
-        (6, 0, "vocab_size is 0"),
-        (6, 1 << 31, "vocab_size is 2147483648; expected 1 to 2147483647"),
-        (7, -2, "rotary_size is -2"),
-        (7, 11, "rotary_size is 11; expected an even number up to 12"),
-        (7, 14, "rotary_size is 14; expected an even number up to 12"),
-        (8, -1, "num_rotary is -1"),
-        (8, 1025, "num_rotary is 1025; expected 0 to 1024"),
-        (9, -1, "num_positions is -1"),
-        (9, 5, "num_positions is 5; expected 0 just where weights have no positions"),
-        (10, 2, "norms_all_heads is 2; expected 0 to 1"),
-        (11, 2, "norm is 2; expected 0 to 1"),
-        (12, 2, "gated is 2; expected 0 to 1"),
-        (13, 0, "activation is 0; expected 1 to 4"),
-        (13, 5, "activation is 5; expected 1 to 4"),
-        (14, 100, "format is 100; expected -1 to"),
-        (15, 4, "embedding_format is 4; expected 0 to 3"),
+        ("config.num_layers", 0, " is 0; expected 1 to"),
+        ("config.num_layers", 1 << 40, " is 1099511627776; expected 1 to"),
+        ("config.num_layers", None, " is absent; expected 1 to"),
+        ("config.model_size", 0, " is 0"),
+        ("config.num_heads", 0, " is 0"),
+        ("config.num_kv_heads", 0, " is 0"),
+        ("config.num_kv_heads", 3, " is 3; expected a divisor of num_heads, 4"),
+        ("config.head_size", 0, " is 0"),
+        ("config.ffn_size", 0, " is 0"),
+        ("config.vocab_size", 0, " is 0"),
+        ("config.vocab_size", 1 << 31, " is 2147483648; expected 1 to 2147483647"),
+        ("config.vocab_size", 101.0, " is 101.0; expected an integer, 1 to 2147483647"),
+        ("config.rotary_size", -2, " is -2"),
+        ("config.rotary_size", 11, " is 11; expected an even number up to 12"),
+        ("config.rotary_size", 14, " is 14; expected an even number up to 12"),
+        ("config.rotary_scales", "1", ' is "1"; expected a list'),
+        ("config.rotary_scales", [None], " is null; expected a number"),
+        ("config.rotary_scales", [1.0] * 3, None),
+        ("norms_all_heads", 2, " is 2; expected 0 to 1"),
+        ("config.norm", "norm", ' is "norm"; expected one of "layer_norm", "rms_norm"'),
+        ("config.gated", 2, " is 2; expected 0 to 1"),
+        ("config.activation", "elu", ' is "elu"; expected one of "none", "relu", '),
+        ("weight_format", None, " is absent; expected the name of a format"),
+        ("embedding_format", 4, " is 4; expected 0 to 3"),
+        ("config.norm_epsilon", "x", ' is "x"; expected a number'),
+        ("config.windows", [7], " has 1 entries; expected 3"),
+        ("config.windows", [7, -1, 7], " is -1; expected 1 to 2147483647"),
+        ("config.rotary", [1, -1, 1], " is -1; expected 0 to 1"),
+        ("config.rotary", [1, 2, 1], " is 2; expected 0 to 1"),
+        ("layers.1.cache", -1, " is -1; expected 0 to 1"),
+        ("layers.1.cache", 2, " is 2; expected 0 to 1"),
+        ("layers.1.cache_layer", 3, " is 3; expected 0 to 2"),
+        ("weights.logits", None, " is absent; expected it"),
+        ("weights.rotary", None, " is absent; expected it"),
+        ("weights.layers.0.qkv", None, " is absent; expected it"),
+        ("weights.logits", 64, " is 64; expected a list"),
+        ("weights.logits", [64], " has 1 entries; expected 2"),
+        ("weights.qkv", [24640, 0], None),
+        ("weights.layers.3.qkv", [24640, 128], None),
+        ("config.other", 0, None),
     ],
 )
-def test_sizes(place: int, value: int, message: str) -> None:
-    arguments = arguments_of(caches := running())
-    sizes = arguments[CONFIG] = list(arguments[CONFIG])
-    sizes[place] = value
-    check_refused(ops.causal_forward_, arguments, f"config.{message}")
-    if "just where" in message:
-        return
-    call = [sizes, caches.model.numbers, [1, 1, 1]]
-    check_refused(ops.causal_workspace_bytes, call, f"config.{message}")
+def test_entries_of_the_record(name: str, value: Any, message: str | None) -> None:
+    arguments = arguments_of(running())
+    arguments[WEIGHTS] = with_entries(arguments[WEIGHTS], {name: value})
+    wanted = f"weights has a record with {name}; expected no entry" if message is None else ""
+    if name == "config.rotary_scales" and message is None:
+        wanted = "weights.rotary has 48 bytes; expected 18 of 4"
+    wanted = re.escape(wanted or f"{name}{message}")
+    check_refused(ops.causal_forward_, arguments, wanted)
+    check_refused(ops.causal_workspace_bytes, [arguments[WEIGHTS], [1, 1, 1]], wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "layer"),
+    [
+        ("layers.1.cache_layer", 1, r"1 has layer 1 of cache 0; expected one that caches have"),
+        ("layers.1.cache", 1, r"1 has layer 0 of cache 1; .* with its window at least"),
+        ("config.windows", [None] * 3, r"0 has layer 0 of cache 1; .* with its window at least"),
+        ("config.windows", [WINDOW + 1, None, None], r"0 has layer 0 of cache 1"),
+    ],
+)
+def test_layers_of_other_caches(name: str, value: Any, layer: str) -> None:
+    arguments = arguments_of(running())
+    arguments[WEIGHTS] = with_entries(arguments[WEIGHTS], {name: value})
+    check_refused(ops.causal_forward_, arguments, rf"layers.{layer}")
 
 
 def test_sizes_together() -> None:
     arguments = arguments_of(running())
-    arguments[CONFIG] = [*arguments[CONFIG][:2], 1 << 20, 1 << 20, 1 << 12, *arguments[CONFIG][5:]]
+    sizes = {"num_heads": 1 << 20, "num_kv_heads": 1 << 20, "head_size": 1 << 12}
+    changes = {f"config.{name}": size for name, size in sizes.items()}
+    arguments[WEIGHTS] = with_entries(arguments[WEIGHTS], changes)
     check_refused(ops.causal_forward_, arguments, "config has 1048576 heads of 4096; expected few")
 
 
+@pytest.mark.parametrize("offset", [32, -64, 0, 1 << 40, (1 << 63) - 64])
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        ((0, LOGITS), -1, "weights have no logits; expected it"),
-        ((0, LOGITS), 32, "layout has logits at byte 32; expected a multiple of 64"),
-        ((0, LOGITS), -64, "layout has logits at byte -64"),
-        ((0, LOGITS), 1 << 40, "layout has logits at byte 1099511627776; .* in a memory of"),
-        ((0, LOGITS), (1 << 63) - 64, "layout has logits at byte 9223372036854775744"),
-        ((0, ROTARY), -1, "weights have no rotary; expected it"),
-        ((0, ROTARY), 1 << 40, "layout has rotary at byte"),
-        ((0, POSITIONS), 0, "config.num_positions is 0; expected 0 just where"),
-        ((1, QKV), -1, "weights have no qkv; expected it"),
-        ((3, QKV), 64 * 10**6, "layout has qkv at byte 64000000"),
-        ((3, NORM), 1 << 40, "layout has attention_norm_gamma at byte"),
-        ((2, QKV_BIAS), -2, "layout has qkv_bias at byte -2"),
-        ((2, LAYER_WINDOW), -1, r"layout\[2\].window is -1; expected 0 to 2147483647"),
-        ((2, LAYER_ROTARY), -2, r"layout\[2\].rotary is -2; expected -1 to 1"),
-        ((2, LAYER_ROTARY), 2, r"layout\[2\].rotary is 2; expected -1 to 1"),
-        ((2, LAYER_CACHE), -1, r"layout\[2\].cache is -1; expected 0 to 1"),
-        ((2, LAYER_CACHE), 2, r"layout\[2\].cache is 2; expected 0 to 1"),
-        ((2, CACHE_LAYER), 3, r"layout\[2\].cache_layer is 3; expected 0 to 2"),
-        ((2, CACHE_LAYER), 1, r"layout\[2\] has layer 1 of cache 0; expected one that caches have"),
-        ((2, LAYER_CACHE), 1, r"layout\[2\] has layer 0 of cache 1; .* with its window at least"),
-        ((1, LAYER_WINDOW), 0, r"layout\[1\] has layer 0 of cache 1; .* with its window at least"),
-        ((1, LAYER_WINDOW), WINDOW + 1, r"layout\[1\] has layer 0 of cache 1"),
-    ],
+    "name", ["logits", "rotary", "layers.2.qkv", "layers.2.attention_norm_gamma"]
 )
-def test_a_damaged_layout(place: tuple[int, int], value: int, message: str) -> None:
+def test_parts_that_are_not_in_the_memory(name: str, offset: int) -> None:
     arguments = arguments_of(running())
-    layout = arguments[LAYOUT] = arguments[LAYOUT].clone()
-    layout[place] = value
-    check_refused(ops.causal_forward_, arguments, message)
+    _, size = read_record(arguments[WEIGHTS])[f"weights.{name}"]
+    arguments[WEIGHTS] = with_entries(arguments[WEIGHTS], {f"weights.{name}": [offset, size]})
+    message = f"weights.{name} is at byte {offset}; expected a multiple of 64 behind the record"
+    check_refused(ops.causal_forward_, arguments, re.escape(message))
+
+
+def test_parts_of_other_sizes() -> None:
+    """A part that is too short, too long, or longer than the memory."""
+    arguments = arguments_of(running())
+    memory, record = arguments[WEIGHTS], read_record(arguments[WEIGHTS])
+    for name in ("rotary", "logits", "layers.1.qkv", "layers.2.attention_norm_gamma"):
+        offset, size = record[f"weights.{name}"]
+        for other in (0, size - 4, size + 4, size + 64, 1 << 40, -4):
+            changes = {f"weights.{name}": [offset, other]}
+            arguments[WEIGHTS] = with_entries(memory, changes)
+            message = rf"weights.{name} (has .*; expected|is absent|is at byte)"
+            check_refused(ops.causal_forward_, arguments, message)
+
+
+def test_records_that_are_no_text() -> None:
+    arguments = arguments_of(running())
+    memory = arguments[WEIGHTS]
+    for text, message in [
+        (b"kind", "other text behind 0 entries; expected lines of a name and a value"),
+        (b"kind\n", "other text behind 0 entries"),
+        (b'kind "causal"\nb', "other text behind 1 entries"),
+        (b'kind "causal"\nkind "causal"\n', "kind is in the record twice; expected it once"),
+        (b"k\x00 1\n", "weights has a record of other bytes; expected printable ASCII"),
+        (b'kind "decoder"\n', 'weights are of kind "decoder"; expected "causal"'),
+        (b"config.num_layers 1\n", 'weights are of kind none; expected "causal"'),
+    ]:
+        head = bytearray(memory[:64].tolist())
+        head[12:24] = struct.pack("<IQ", zlib.crc32(text), len(text))
+        arguments[WEIGHTS] = memory.clone()
+        arguments[WEIGHTS][: 64 + len(text)] = torch.tensor([*head, *text], dtype=torch.uint8)
+        check_refused(ops.causal_forward_, arguments, f"(weights has a record with )?{message}")
+    for place, message in [
+        (0, "weights has no record in its"),
+        (8, "weights has a record of version 2; expected 1: pack the model again"),
+        (12, "weights has a record with the checksum .*: pack the model again"),
+        (70, "weights has a record with the checksum .*: pack the model again"),
+        (22, "weights has .* bytes; expected .*, as its record says"),
+        (31, "weights has .* bytes; expected .*, as its record says"),
+    ]:
+        arguments[WEIGHTS] = memory.clone()
+        arguments[WEIGHTS][place] ^= 3
+        check_refused(ops.causal_forward_, arguments, message)
 
 
 def test_weights_that_lie_elsewhere() -> None:
     arguments = arguments_of(running())
-    layout = arguments[LAYOUT] = arguments[LAYOUT].clone()
-    layout[1, QKV] = layout[1, QKV + 4]  # another packed weight
-    check_refused(ops.causal_forward_, arguments, r"weights.qkv is a weight of shape \[32, 48\]; ")
-    layout[1, QKV] = layout[1, NORM]
-    check_refused(ops.causal_forward_, arguments, "weights.qkv holds other bytes than a packed")
+    memory, record = arguments[WEIGHTS], read_record(arguments[WEIGHTS])
+    other = record["weights.layers.0.attention_out"]  # another packed weight
+    arguments[WEIGHTS] = with_entries(memory, {"weights.layers.0.qkv": other})
+    message = r"weights.layers.0.qkv has shape .*; expected .* at least, from config"
+    check_refused(ops.causal_forward_, arguments, message)
+    sizes = [record[f"weights.layers.0.{name}"] for name in ("attention_norm_gamma", "qkv")]
+    norm = [sizes[0][0], sizes[1][1]]
+    arguments[WEIGHTS] = with_entries(memory, {"weights.layers.0.qkv": norm})
+    message = "weights.layers.0.qkv holds other bytes than a packed"
+    check_refused(ops.causal_forward_, arguments, message)
+    memory = arguments_of(running("llama", "int8"))[WEIGHTS]
     arguments = arguments_of(running("llama", "int8"))
-    arguments[CONFIG] = [*arguments[CONFIG][:14], 0, 1, *arguments[CONFIG][16:]]
-    check_refused(ops.causal_forward_, arguments, "layout has embedding at byte|weights.logits has")
-    arguments = arguments_of(running("llama", "int8"))
-    layout = arguments[LAYOUT] = arguments[LAYOUT].clone()
-    layout[0, EMBEDDING] = -1
-    check_refused(ops.causal_forward_, arguments, "weights have no embedding; expected it")
+    arguments[WEIGHTS] = with_entries(memory, {"weight_format": "float32", "embedding_format": 1})
+    check_refused(ops.causal_forward_, arguments, "weights.embedding has .* bytes; expected")
+    arguments[WEIGHTS] = with_entries(memory, {"weights.embedding": None})
+    check_refused(ops.causal_forward_, arguments, "weights.embedding is absent; expected it")
 
 
 def test_weights_that_change_between_steps() -> None:
@@ -228,25 +285,23 @@ def test_weights_that_change_between_steps() -> None:
     arguments = arguments_of(caches)
     ops.causal_forward_(*arguments)
     arguments = forward_arguments(caches, Entry(0, random_tokens(1), False))
-    memory, layout = arguments[WEIGHTS], arguments[LAYOUT]
-    for row, column in [(0, LOGITS), (1, QKV), (2, QKV)]:
-        header = memory[int(layout[row, column]) :][:8]
+    memory, record = arguments[WEIGHTS], read_record(arguments[WEIGHTS])
+    for name in ("logits", "layers.0.qkv", "layers.1.qkv"):
+        header = memory[record[f"weights.{name}"][0] :][:8]
         good = header.clone()
         header[4] = 100
         check_refused(ops.causal_forward_, arguments, "weights.* has format 100; expected 0 to")
         header[0] += 1
         check_refused(ops.causal_forward_, arguments, "weights.* holds other bytes than a packed")
         header.copy_(good)
-    good = int(layout[1, QKV])
-    layout[1, QKV] = 1 << 40
-    check_refused(ops.causal_forward_, arguments, "layout has qkv at byte")
-    layout[1, QKV] = good
-    for shape in [(-1,), (1, *layout.shape)]:  # the same numbers
-        arguments[LAYOUT] = layout.view(shape)
-        check_refused(ops.causal_forward_, arguments, "layout has shape")
-    arguments[LAYOUT] = layout
+    text = memory[: record_bytes(record["config.num_layers"])]
+    good = text.clone()
+    changes = {"weights.layers.0.qkv": [1 << 40, 64]}
+    text.copy_(with_entries(memory, changes)[: len(text)])
+    check_refused(ops.causal_forward_, arguments, "weights.layers.0.qkv is at byte")
+    text.copy_(good)
     arguments[WEIGHTS] = memory[:-64]
-    check_refused(ops.causal_forward_, arguments, "weights.* has shape|layout has .* at byte")
+    check_refused(ops.causal_forward_, arguments, "weights has .* bytes; expected")
     arguments[WEIGHTS] = memory.clone()
     assert ops.causal_forward_(*arguments).shape == (1, VOCAB)
 
@@ -265,7 +320,7 @@ def test_weights_that_change_between_steps() -> None:
         (POOL, lambda p: p[:, :1].contiguous(), r"caches.pool has shape .* \[-1, 2, -1, -1"),
         (POOL, lambda p: p[:, :, :1].contiguous(), "caches.pool has 1 heads of 12; expected 2"),
         (POOL, lambda p: p[..., :6].contiguous(), "caches.pool has 2 heads of 6; expected 2 of 12"),
-        (POOL, lambda p: p[:0].contiguous(), r"layout\[.\] has layer 0 of cache .; expected"),
+        (POOL, lambda p: p[:0].contiguous(), r"layers.. has layer 0 of cache .; expected"),
         (POOL, lambda p: p[..., :0, :].contiguous(), "caches.pool has shape .* 1 to 2.20 positi"),
         (POOL, lambda p: p[:, :, :, :-1].contiguous(), r"caches.ref_counts has shape .*expected"),
         (BLOCKS, lambda b: b.long(), "caches.blocks has dtype int64; expected int32"),
@@ -311,7 +366,7 @@ def test_the_number_of_caches() -> None:
     check_refused(ops.causal_forward_, arguments, "caches has 11 tensors; expected 12")
     arguments = arguments_of(running())
     arguments[CACHES], arguments[WINDOWS] = arguments[CACHES][:6], arguments[WINDOWS][:1]
-    message = r"layout\[1\] has layer 0 of cache 1; expected one that caches have"
+    message = r"layers.0 has layer 0 of cache 1; expected one that caches have"
     check_refused(ops.causal_forward_, arguments, message)
 
 
@@ -477,7 +532,7 @@ def test_truncate(lengths: Tensor, message: str) -> None:
 @pytest.mark.parametrize("sizes", [[], [1, 1], [1, 1, 1, 1]])
 def test_the_number_of_sizes_of_a_workspace(sizes: list[int]) -> None:
     model = packed("gemma3_text", "plain")
-    call = [model.sizes, model.numbers, sizes]
+    call = [model.memory, sizes]
     check_refused(ops.causal_workspace_bytes, call, f"sizes has {len(sizes)} numbers; expected 3")
 
 
@@ -491,4 +546,4 @@ def test_sizes_of_a_workspace(place: int, name: str, most: int) -> None:
         sizes = [1, 1, 1]
         sizes[place] = value
         message = rf"sizes.{name} is {value}; expected 1 to {most}"
-        check_refused(ops.causal_workspace_bytes, [model.sizes, model.numbers, sizes], message)
+        check_refused(ops.causal_workspace_bytes, [model.memory, sizes], message)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmdecode import reference
 from lmdecode.decoder.causal_caches import BLOCK_SIZE
-from lmdecode.decoder.causal_weights import _EMBEDDING_FORMAT, PackedCausalModel
+from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.config import FORMATS
 from lmdecode.linear.formats import format_of_head
 from lmdecode.reference import causal as causal_reference
@@ -174,7 +174,7 @@ def test_formats_of_the_embedding() -> None:
     """The projection's own rows where they are the same, else float32, bfloat16, or packed rows."""
     tied, other = ("olmo2", "groups, biases"), ("llama", "plain")
     formats = {
-        (case, kind): packed(*case, kind).sizes[_EMBEDDING_FORMAT]
+        (case, kind): packed(*case, kind).record["embedding_format"]
         for case in (tied, other)
         for kind in FORMATS
     }

@@ -28,12 +28,12 @@ def test_causal_workspace_bytes() -> None:
     caches = running()
     model = caches.model
     sizes = [8, 3, 3]
-    opcheck(ops.causal_workspace_bytes.default, (model.sizes, model.numbers, sizes))
-    found = ops.causal_workspace_bytes(model.sizes, model.numbers, sizes)
+    opcheck(ops.causal_workspace_bytes.default, (model.memory, sizes))
+    found = ops.causal_workspace_bytes(model.memory, sizes)
     assert found == caches._workspace.numel()
     for i in range(3):
         more = [size + 64 * (i == j) for j, size in enumerate(sizes)]
-        assert ops.causal_workspace_bytes(model.sizes, model.numbers, more) > found
+        assert ops.causal_workspace_bytes(model.memory, more) > found
 
 
 def test_what_is_returned_is_none_of_the_arguments() -> None:

@@ -12,9 +12,11 @@ from lmdecode import BeamRequest
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.huge_memory import new_memory
+from lmdecode.decoder.model_record import read_record
 from lmdecode.decoder.searches import DecodingSearches
 from lmdecode.decoder.weights import PackedDecoder
 from tests.decoder.random_decoder import random_decoder
+from tests.support.records import with_entries
 
 ops = torch.ops.lmdecode
 
@@ -95,7 +97,7 @@ def test_logits_in_the_memory_of_another_argument() -> None:
     decoder, caches = searches.decoder, searches.caches
     for name, logits in (
         ("weights", decoder.memory[-size:].view(torch.float32).view(6, 40)),
-        ("weights", decoder.tensors[0].view(-1)[:240].view(6, 40)),
+        ("weights", decoder.embedding.view(-1)[:240].view(6, 40)),
         ("caches", caches.self_values.view(-1)[:240].view(6, 40)),
         ("caches", caches.cross_keys.view(-1)[100:340].view(6, 40)),
         ("workspace", searches._workspace[-size:].view(torch.float32).view(6, 40)),
@@ -114,7 +116,7 @@ def test_decoding_workspace_bytes() -> None:
     bans = searches.token_rules.bans.shape[1]
     _, _, num_groups, num_candidates = searches._options
     sizes = [slots, beams, capacity, num_groups, num_candidates, bans]
-    arguments = (*searches.decoder.of_layers[2:], sizes)
+    arguments = (searches.decoder.memory, sizes)
     opcheck(ops.decoding_workspace_bytes.default, arguments)
     assert ops.decoding_workspace_bytes(*arguments) == searches._workspace.numel()
 
@@ -214,7 +216,7 @@ def other_memory(memory: torch.Tensor, change: Callable[[torch.Tensor], Any]) ->
 )
 def test_other_packed_weights(place: int, value: int, message: str) -> None:
     arguments = list(step_arguments(running_search()))
-    at = int(arguments[2][0, 9])  # logits
+    at, _ = read_record(arguments[1])["weights.logits"]
     arguments[1] = other_memory(
         arguments[1], lambda m: m[at : at + 64].view(torch.int32)[place].fill_(value)
     )
@@ -222,7 +224,7 @@ def test_other_packed_weights(place: int, value: int, message: str) -> None:
         ops.decoding_steps_(*arguments)
 
 
-@pytest.mark.parametrize("number", [5, 6, 7, 8])
+@pytest.mark.parametrize("number", [2, 3, 4, 5])
 def test_a_meta_tensor_in_a_list(number: int) -> None:
     arguments = list(step_arguments(running_search()))
     arguments[number] = [arguments[number][0].to("meta"), *arguments[number][1:]]
@@ -239,22 +241,20 @@ def numbers(*values: int) -> torch.Tensor:
 
 def test_tries_and_rules_that_go_on_with_any_token() -> None:
     arguments = list(step_arguments(running_search()))
-    arguments[7] = [*arguments[7], numbers(0, -1), TREE, BEGINS]
+    arguments[4] = [*arguments[4], numbers(0, -1), TREE, BEGINS]
     opcheck(ops.decoding_steps_.default, tuple(arguments), test_utils="test_schema")
-    arguments[10] = [1, *arguments[10][1:]]
+    arguments[7] = [1, *arguments[7][1:]]
     with pytest.raises(ValueError, match='token_rules has tries; expected none with the rules "sc'):
         ops.decoding_steps_(*arguments)
 
 
-def with_place(row: int, column: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Give a layout another number."""
+def with_entry(name: str, value: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Give a record another entry."""
+    return lambda memory: with_entries(memory, {name: value})
 
-    def change(layout: torch.Tensor) -> torch.Tensor:
-        layout = layout.clone()
-        layout[row, column] = value
-        return layout
 
-    return change
+def without_logits(memory: torch.Tensor) -> torch.Tensor:
+    return with_entries(memory, {"weights.logits": None, "weights.logits_bias": None})
 
 
 @pytest.mark.parametrize(
@@ -266,38 +266,37 @@ def with_place(row: int, column: int, value: int) -> Callable[[torch.Tensor], to
         (1, lambda m: m.to("meta"), "weights is on meta; expected the device of embedding"),
         (1, lambda m: m.float(), "weights has dtype float32"),
         (1, lambda m: m[1:], "weights has shape .* aligned to 64"),
-        (1, lambda m: m[:-64], "expected a multiple of 64, and .* bytes behind it in a memory of"),
-        (2, lambda p: p[:-1], r"layout has shape \[2, 22\]; expected \[3, 22\]"),
-        (2, lambda p: p[:, :-1], "layout has shape .*; expected .layers . 1, 22., contiguous"),
-        (2, lambda p: p.int(), "layout has dtype int32"),
-        (2, with_place(0, 0, 0), r"layout\[0\].positions is 0; expected 0 just where"),
-        (2, with_place(0, 1, 1 << 40), r"layout\[0\].rows of the relative bias is"),
-        (2, with_place(0, 9, -1), "weights have no logits; expected it"),
-        (2, with_place(0, 9, 1 << 40), "layout has logits at byte 1099511627776; expected"),
-        (2, with_place(1, 2, 32), "layout has qkv at byte 32; expected a multiple of 64"),
-        (2, with_place(2, 20, -2), "layout has ffn_down at byte -2; expected"),
-        (3, lambda c: c[:-1], "config has 13 numbers"),
-        (3, lambda c: [0, *c[1:]], "config.num_layers is 0"),
-        (4, lambda n: n[:-1], "numbers has 3 entries"),
-        (5, lambda s: s[:-1], "state has 13 tensors"),
-        (7, lambda r: r[:-1], "token_rules has 6 tensors"),
-        (7, lambda r: [*r[:5], r[5][:, :3].contiguous(), r[6]], "token_rules.timestamps has shape"),
-        (7, lambda r: [*r, numbers(0, 0), TREE], "token_rules has 9 tensors; expected 7, or with"),
+        (1, lambda m: m[:-64], "weights has .* bytes; expected .*, as its record says"),
+        (1, with_entry("weights.positions", [64 * 256, 44]), "positions has 44 bytes; expected a"),
+        (1, with_entry("relative_bias_rows", 1 << 40), "relative_bias_rows is 1099511627776; exp"),
+        (1, with_entry("relative_bias_rows", 5), "weights.relative_bias has 5 rows; expected "),
+        (1, with_entry("relative_bias_rows", 3), "relative_bias_rows is 3; expected 0 just where"),
+        (1, without_logits, "weights have no logits; expected them"),
+        (1, with_entry("weights.logits", [1 << 40, 64]), "logits is at byte 1099511627776; expec"),
+        (1, with_entry("weights.layers.0.qkv", [32, 64]), "qkv is at byte 32; expected a multiple"),
+        (1, with_entry("weights.layers.1.ffn_down", None), "layers.1.ffn_down is absent; expected"),
+        (1, with_entry("config.num_layers", 0), "config.num_layers is 0"),
+        (1, with_entry("config.norm", "x"), 'config.norm is "x"; expected one of "layer_norm", '),
+        (1, with_entry("kind", "encoder"), 'weights are of kind "encoder"; expected "decoder"'),
+        (2, lambda s: s[:-1], "state has 13 tensors"),
+        (4, lambda r: r[:-1], "token_rules has 6 tensors"),
+        (4, lambda r: [*r[:5], r[5][:, :3].contiguous(), r[6]], "token_rules.timestamps has shape"),
+        (4, lambda r: [*r, numbers(0, 0), TREE], "token_rules has 9 tensors; expected 7, or with"),
         (
-            7,
+            4,
             lambda r: [*r, numbers(0, 1), TREE, BEGINS],
             r"trie_numbers\[1\] is 1; expected -1 to 0",
         ),
-        (7, lambda r: [*r, numbers(0), TREE, BEGINS], "token_rules.trie_numbers has shape"),
-        (7, lambda r: [*r, numbers(0, 0), TREE, TREE], "child_begin has shape"),
-        (8, lambda c: c[:-1], "caches has 6 tensors"),
-        (8, lambda c: [c[0][:, :4].contiguous(), *c[1:]], "caches.self_values has shape"),
-        (9, lambda w: w[:-1], "workspace has"),
-        (10, lambda o: o[:-1], "options has 6 numbers"),
-        (10, lambda o: [3, *o[1:]], "options.rules is 3"),
-        (10, lambda o: [o[0], 1, *o[2:]], "expected 1 where it is greedy"),
-        (10, lambda o: [*o[:2], 2, *o[3:]], "expected num_groups, 2"),
-        (10, lambda o: [*o[:4], -1, *o[5:]], "options.max_steps is -1"),
+        (4, lambda r: [*r, numbers(0), TREE, BEGINS], "token_rules.trie_numbers has shape"),
+        (4, lambda r: [*r, numbers(0, 0), TREE, TREE], "child_begin has shape"),
+        (5, lambda c: c[:-1], "caches has 6 tensors"),
+        (5, lambda c: [c[0][:, :4].contiguous(), *c[1:]], "caches.self_values has shape"),
+        (6, lambda w: w[:-1], "workspace has"),
+        (7, lambda o: o[:-1], "options has 6 numbers"),
+        (7, lambda o: [3, *o[1:]], "options.rules is 3"),
+        (7, lambda o: [o[0], 1, *o[2:]], "expected 1 where it is greedy"),
+        (7, lambda o: [*o[:2], 2, *o[3:]], "expected num_groups, 2"),
+        (7, lambda o: [*o[:4], -1, *o[5:]], "options.max_steps is -1"),
     ],
 )
 def test_arguments_that_do_not_fit(number: int, change: Any, message: str) -> None:
@@ -331,15 +330,16 @@ def test_faster_transformer_options(options: list[int], message: str) -> None:
 
 def test_faster_transformer_with_a_short_relative_bias() -> None:
     arguments = faster_transformer_arguments()
-    layout = with_place(0, 4, 0)(arguments[2])  # anywhere
-    layout[0, 1:3] = numbers(3, 5)
-    arguments[2] = layout
+    heads = read_record(arguments[1])["config.num_heads"]
+    positions, _ = read_record(arguments[1])["weights.positions"]  # anywhere
+    bias = {"relative_bias_rows": heads, "weights.relative_bias": [positions, heads * 5 * 4]}
+    arguments[1] = with_entries(arguments[1], bias)
     with pytest.raises(ValueError, match="5 distances; expected at least 6"):
         ops.faster_transformer_decoding_(*arguments)
 
 
 def test_faster_transformer_with_a_meta_tensor() -> None:
     arguments = faster_transformer_arguments()
-    arguments[5] = [*arguments[5][:5], arguments[5][5].to("meta"), arguments[5][6]]
+    arguments[2] = [*arguments[2][:5], arguments[2][5].to("meta"), arguments[2][6]]
     with pytest.raises(ValueError, match=r"caches\[5\] is on meta"):
         ops.faster_transformer_decoding_(*arguments)

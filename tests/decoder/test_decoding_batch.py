@@ -305,7 +305,7 @@ def test_a_signal_is_handled_between_steps(
         return batch
 
     expected = sorted(new_batch().run(), key=lambda result: result.request_id)
-    of_model = [decoding.decoder.of_model[0].nbytes, decoding.decoder.of_model[1].nbytes]
+    of_model = [tensor.nbytes for tensor in decoding.decoder.of_model]
     monkeypatch.setattr(searches, "_BYTES_OF_FIRST_PART", first_part * sum(of_model))
     batch, calls, run = new_batch(), [], searches.DecodingSearches._run
 

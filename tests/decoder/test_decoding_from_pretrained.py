@@ -136,11 +136,11 @@ def test_spellings_of_a_format(dtype: Any) -> None:
     expected = lmdecode.Decoding.from_pretrained(model, "bfloat16").decoder
     assert isinstance(decoder, PackedDecoder) and isinstance(expected, PackedDecoder)
     assert decoder.weight_format == "bfloat16"
-    assert all(map(torch.equal, decoder.tensors, expected.tensors))
+    assert all(map(torch.equal, decoder.of_model, expected.of_model))
     config, weights = _config_and_weights()
     layer = lmdecode.DecoderLayer(config, weights.layers[0], dtype=dtype)
     expected_layer = lmdecode.DecoderLayer(config, weights.layers[0], dtype="bfloat16")
-    assert all(map(torch.equal, layer._packed.tensors, expected_layer._packed.tensors))
+    assert all(map(torch.equal, layer._packed.of_model, expected_layer._packed.of_model))
 
 
 def test_other_models_and_formats_are_refused() -> None:

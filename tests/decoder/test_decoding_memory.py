@@ -52,7 +52,7 @@ def full_batch() -> Callable[[], object]:
 @pytest.mark.slow
 def test_a_batch_takes_weights_and_caches() -> None:
     decoding = _decoding()
-    weights, caches = _bytes(decoding.decoder.tensors), _caches(decoding, SOURCE)
+    weights, caches = _bytes(decoding.decoder.of_model), _caches(decoding, SOURCE)
     assert caches > 20 * weights  # so that the bound is one on all that is beside the caches
     taken = peak_memory(full_batch)
     assert caches <= taken
@@ -95,7 +95,7 @@ def test_generate_takes_weights_and_caches(source: int) -> None:
     """The encoder included, and its result, which transformers repeats for every beam."""
     pytest.importorskip("transformers")
     decoding, requests = _model(), 4 * REQUESTS  # 200 MB: a few are torch's own, whatever it is
-    weights = _bytes(decoding.decoder.tensors)
+    weights = _bytes(decoding.decoder.of_model)
     caches = _caches(decoding, source, requests)
     assert caches > 20 * weights
     taken = peak_memory(generate_call, requests, source)

@@ -12,9 +12,11 @@ import transformers as tf
 from torch import Tensor
 
 from lmdecode.decoder.encoder import EncoderConfig, EncoderWeights, PackedEncoder
+from lmdecode.decoder.model_record import read_record
 from lmdecode.integrations.transformers.decoding.encoding import ModelEncoder
 from lmdecode.readers.transformers.encoder_decoder import encoder_of
 from tests.support.op_contract import on_threads
+from tests.support.records import with_entries
 
 LENGTHS = (7, 30, 1, 12)
 _SIZES: dict[str, Any] = {
@@ -148,14 +150,18 @@ def encoder_arguments(name: str = "bart") -> list[Any]:
     ]  # fmt: skip
 
 
-EMBEDDING, WEIGHTS, LAYOUT, CONFIG, NUMBERS, TOKENS, INPUTS, POSITIONS, BEGINS = range(9)
+EMBEDDING, WEIGHTS, TOKENS, INPUTS, POSITIONS, BEGINS = range(6)
+
+
+def _with(name: str, value: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda memory: with_entries(memory, {name: value})
 
 
 def _with_distances(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def change(layout: torch.Tensor) -> torch.Tensor:
-        layout = layout.clone()
-        layout[0, 2] = count
-        return layout
+    def change(memory: torch.Tensor) -> torch.Tensor:
+        record = read_record(memory)
+        place = [record["weights.relative_bias"][0], 4 * record["relative_bias_rows"] * count]
+        return with_entries(memory, {"weights.relative_bias": place})
 
     return change
 
@@ -172,14 +178,14 @@ def _with_distances(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
         ("bart", BEGINS, lambda b: b + 1, "row_begins has 5 entries that begin and end elsewhere"),
         ("bart", BEGINS, lambda b: b[[0, 2, 1, 3, 4]], r"row_begins\[1\] is -30 before the next"),
         ("bart", BEGINS, lambda b: b[:0], "row_begins has 0 entries; expected 0 to 50"),
-        ("bart", WEIGHTS, lambda w: w[:64], "bytes behind it in a memory of 64"),
-        ("bart", LAYOUT, lambda p: p[:-1], r"layout has shape \[2, 14\]; expected \[3, 14\]"),
-        ("bart", LAYOUT, lambda p: p[:, :-1].contiguous(), r"expected \[layers \+ 1, 14\]"),
+        ("bart", WEIGHTS, lambda w: w[:64], "weights has 64 bytes; expected .*, as its record"),
+        ("bart", WEIGHTS, _with("config.num_layers", 3), r"layers\.2\.qkv is absent; expected it"),
+        ("bart", WEIGHTS, _with("config.num_layers", 1), r"a record with weights\.layers\.1\."),
+        ("bart", WEIGHTS, _with("kind", "decoder"), 'of kind "decoder"; expected "encoder"'),
         ("bart", EMBEDDING, lambda e: e[:, :8], "embedding has shape"),
-        ("bart", CONFIG, lambda c: [*c[:6], 32, *c[7:]], "config.memory_size is 32; expected 0 to"),
-        ("bart", NUMBERS, lambda n: n[:-1], "numbers has 3 entries; expected 4"),
-        ("t5", LAYOUT, _with_distances(4), "has 4 distances; expected an odd number"),
-        ("t5", LAYOUT, _with_distances(9), r"expected 0 to"),
+        ("bart", WEIGHTS, _with("config.memory_size", 32), "a record with config.memory_size; exp"),
+        ("t5", WEIGHTS, _with_distances(4), "has 4 distances; expected an odd number"),
+        ("t5", WEIGHTS, _with_distances(9), r"expected 0 to"),
     ],
 )
 def test_bad_input(name: str, place: int, change: Callable[[Any], Any], message: str) -> None:
@@ -249,7 +255,7 @@ def test_features(dtype: str) -> None:
 
 def test_a_copy_is_as_large_as_the_encoder() -> None:
     encoder, tokens = packed("marian", "int8"), tokens_of(LENGTHS)
-    weights = sum(tensor.nbytes for tensor in encoder.tensors)
+    weights = sum(tensor.nbytes for tensor in encoder.of_model)
     written = pickle.dumps(encoder)
     assert len(written) < 1.5 * weights + 20_000
     for copied in (pickle.loads(written), copy.deepcopy(encoder)):

@@ -14,7 +14,6 @@ from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.config import FORMATS
 from tests.decoder.causal_steps import (
     Entry,
-    forward_arguments,
     generated_logits,
     new_caches,
     packed,
@@ -31,6 +30,7 @@ from tests.support.causal_models import (
     random_tokens,
 )
 from tests.support.op_contract import on_threads
+from tests.support.records import with_entries
 
 SHARED = ("gemma4_text", "shared keys, inputs of layers")
 DENSE = ("gemma4_text", "values are keys, biases, untied")
@@ -243,24 +243,20 @@ def test_a_table_of_other_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("name", "value", "message"),
     [
-        (30, 0, "config.global_head_size is 0"),
-        (31, 3, "config.global_num_kv_heads is 3; expected a divisor of num_heads, 4"),
-        (32, 22, "config.global_rotary_size is 22; expected an even number up to 20"),
-        (33, 2, "config.value_norm is 2; expected 0 to 1"),
-        (34, -1, "config.per_layer_size is -1"),
-        (35, 0, "config.per_layer_format is 0; expected 1 to 3"),
-        ((2, 4), 3, r"layout\[2\].keys is 3; expected 0 to 2"),
-        ((2, 5), 0, r"layout\[2\].ffn_size is 0; expected 1 to 88"),
+        ("config.global_head_size", 0, "is 0"),
+        ("config.global_num_kv_heads", 3, "is 3; expected a divisor of num_heads, 4"),
+        ("config.global_rotary_size", 22, "is 22; expected an even number up to 20"),
+        ("config.value_norm", 2, "is 2; expected 0 to 1"),
+        ("config.per_layer_size", -1, "is -1"),
+        ("per_layer_format", 0, "is 0; expected 1 to 3"),
+        ("config.keys_are_values", [3] * 5, "is 3; expected 0 to 1"),
+        ("config.shared_keys", [5] * 5, "is 5; expected 0 to 4"),
+        ("config.ffn_sizes", [0] * 5, "is 0; expected 1 to 88"),
     ],
 )
-def test_numbers_of_the_op(place: int | tuple[int, int], value: int, message: str) -> None:
-    arguments = forward_arguments(new_caches(packed(*SHARED)), Entry(0, random_tokens(3)))
-    arguments[1], arguments[2] = arguments[1].clone(), list(arguments[2])
-    if isinstance(place, tuple):
-        arguments[1][place] = value
-    else:
-        arguments[2][place] = value
-    with pytest.raises(ValueError, match=f"^causal_forward_: {message}"):
-        torch.ops.lmdecode.causal_forward_(*arguments)
+def test_numbers_of_the_record(name: str, value: Any, message: str) -> None:
+    memory = with_entries(packed(*SHARED).memory, {name: value})
+    with pytest.raises(ValueError, match=f"^causal_workspace_bytes: {name} {message}"):
+        torch.ops.lmdecode.causal_workspace_bytes(memory, [1, 1, 1])

@@ -127,16 +127,16 @@ def test_copies_of_a_decoding(dtype: str, copy_of: Callable[[object], lmdecode.D
         return only
 
     copied, expected = copy_of(decoding), result(decoding)
-    for tensor in decoding.decoder.tensors:
+    for tensor in decoding.decoder.of_model:
         tensor.zero_()
     got = result(copied)
     assert got.sequences.equal(expected.sequences) and got.scores.equal(expected.scores)
-    stored = {t.untyped_storage().data_ptr() for t in copied.decoder.tensors if t.numel()}
+    stored = {t.untyped_storage().data_ptr() for t in copied.decoder.of_model if t.numel()}
     assert len(stored) == 2  # the embedding, and all others
 
 
 def test_a_pickled_decoding_takes_little_more_than_its_weights() -> None:
     decoding = lmdecode.Decoding(*random_decoder("post_norm", vocab=3000))
     decoding.decoder.spare_memory.give(torch.empty(32 << 20, dtype=torch.uint8))
-    size = sum(tensor.nbytes for tensor in decoding.decoder.tensors)
+    size = sum(tensor.nbytes for tensor in decoding.decoder.of_model)
     assert len(pickle.dumps(decoding)) < size + 100_000

@@ -23,6 +23,7 @@ from tests.decoder.causal_steps import (
     step,
 )
 from tests.support.causal_models import model_of, random_config, random_tokens
+from tests.support.records import with_entries
 
 CASE = ("granitemoehybrid", "experts, multipliers")
 TEXT = random_tokens(75, 3)
@@ -195,12 +196,12 @@ def test_attention_beside_it_in_ops() -> None:
     """Numbers of the config that a model cannot have."""
     model = PackedCausalModel(*parts(*CASE), "float32")
     arguments = forward_arguments(new_caches(model), Entry(0, TEXT[:1]))
-    arguments[2] = [*model.sizes[:-1], 1]
-    with pytest.raises(ValueError, match=r"layout\[1\].cache is -1; expected 0 to 1"):
+    arguments[0] = with_entries(model.memory, {"config.attention_beside": True})
+    with pytest.raises(ValueError, match=r"layers.\d.cache is absent|qkv has shape|qkv is"):
         torch.ops.lmdecode.causal_forward_(*arguments)
     model = PackedCausalModel(*parts("lfm2", "convolutions at the ends"), "float32")
     arguments = forward_arguments(new_caches(model), Entry(0, TEXT[:1]))
-    arguments[2] = [*model.sizes[:-1], 1]
+    arguments[0] = with_entries(model.memory, {"config.attention_beside": True})
     with pytest.raises(ValueError, match="attention_beside is 1; expected 0 without Mamba-2"):
         torch.ops.lmdecode.causal_forward_(*arguments)
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import lmdecode
 from lmdecode.decoder.causal_caches import CausalCaches
+from lmdecode.decoder.model_record import record_bytes
 from lmdecode.reference.causal import causal_hidden, causal_logits
 from tests.support.causal_models import random_tokens
 from tests.support.mtp_models import MtpModel, mtp_model, write_folder
@@ -104,10 +105,13 @@ def test_it_is_saved_and_shares_the_memory(
     _, folder = written
     decoding = loaded(folder, dtype=dtype)
     packed = decoding.decoder
-    assert packed.mtp.memory.data_ptr() == packed.memory.data_ptr()
+    begin = record_bytes(packed.config.num_layers)
+    assert packed.mtp.memory.data_ptr() == packed.memory.data_ptr() + begin
     without = lmdecode.Decoding.from_pretrained(folder, dtype=dtype)
     assert without.decoder.mtp is None
-    assert without.decoder.memory.equal(packed.memory[: packed.own_bytes])
+    own = packed.memory[: packed.own_bytes].clone()
+    own[begin : begin + record_bytes(1)] = 0  # its record
+    assert without.decoder.memory.equal(own)
     assert without.fingerprint() == decoding.fingerprint()
     decoding.save(tmp_path)
     again = lmdecode.Decoding.load(tmp_path, verify=True)

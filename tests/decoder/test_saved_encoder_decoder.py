@@ -32,6 +32,7 @@ from tests.decoder.decoder_models import (
 )
 from tests.support.causal_models import random_model
 from tests.support.other_capability import call_elsewhere
+from tests.support.records import with_entries
 
 ROOT = Path(__file__).parents[2]
 NEW = 7
@@ -51,7 +52,7 @@ def _sources(kind: str) -> list[list[int]]:
 def _tensors(decoding: lmdecode.Decoding) -> list[torch.Tensor]:
     """All that is packed."""
     parts = list(decoding.encoder.parts.values())
-    found = [*decoding.decoder.tensors, *parts[0].tensors]
+    found = [*decoding.decoder.of_model, *parts[0].of_model]
     return found + [linear.packed for linear in parts[1:]]
 
 
@@ -120,13 +121,13 @@ def test_what_encoder_and_decoder_share_stands_once(own: torch.dtype, tmp_path: 
     """In the file, and before: of a model in bfloat16 there is one float32 embedding."""
     decoding = lmdecode.Decoding.from_pretrained(make_model("marian").to(own))
     decoding.save(tmp_path)
-    embedding = decoding.decoder.tensors[0]
+    embedding = decoding.decoder.of_model[0]
     (file,) = tmp_path.glob("weights-*.bin")
     taken = sum(-(-tensor.nbytes // 64) * 64 for tensor in _tensors(decoding))
     assert file.stat().st_size == taken - embedding.nbytes
     loaded = lmdecode.Decoding.load(tmp_path)
-    of_encoder = loaded.encoder.parts["encoder"].tensors[0]
-    assert loaded.decoder.tensors[0].data_ptr() == of_encoder.data_ptr()
+    of_encoder = loaded.encoder.parts["encoder"].of_model[0]
+    assert loaded.decoder.of_model[0].data_ptr() == of_encoder.data_ptr()
 
 
 def test_vocabularies_of_their_own(tmp_path: Path) -> None:
@@ -275,36 +276,30 @@ def test_a_model_of_another_processor_is_packed_again(dtype: str, tmp_path: Path
     assert all(map(torch.equal, _bits(loaded, "whisper"), _bits(here, "whisper")))
 
 
-def _swap(manifest: dict[str, Any]) -> None:
-    """Let the decoder's first layer read another weight of the same size, in its last."""
-    tensors = manifest["facts"]["tensors"]["decoder"]
-    tensors[11], tensors[13] = tensors[13], tensors[11]
+def _of_decoder(manifest: dict[str, Any]) -> list[Any]:
+    """Return dtype, shape and offset of the decoder's embedding."""
+    return manifest["facts"]["places"]["decoder"][0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda m: m.pop("kind"), r"damaged lmdecode\.json \('kind'\)"),
-        (lambda m: m.update(kind="causal"), r"damaged lmdecode\.json"),
-        (lambda m: m.update(version=3), "is of version 3, this is version 4"),
-        (lambda m: m["facts"].update(tensors=3), r"damaged lmdecode\.json"),
+        (lambda m: m.update(kind="causal"), "other weights"),
+        (lambda m: m.update(version=4), "is of version 4, this is version 5"),
+        (lambda m: m["facts"].update(places=3), "other weights"),
         (lambda m: m["weights"].update(bytes=float("inf")), r"damaged lmdecode\.json"),
-        (lambda m: m["facts"].pop("tensors"), r"damaged lmdecode\.json \('tensors'\)"),
-        (
-            lambda m: m["config"].pop("encoder"),
-            "damaged .*tensors of decoder, encoder, conv1, conv2",
-        ),
-        (lambda m: m["config"]["encoder"].update(num_heads=0), "other weights .*num_heads is 0"),
-        (lambda m: m["config"]["decoder"].update(num_layers=3), "other weights .* tensors; exp"),
-        (lambda m: m["config"]["encoder"].update(ffn_size=47), "other weights .*ffn_up"),
-        (lambda m: m["config"]["conv1"].update(in_features=23), "other weights .*packed"),
-        (lambda m: m["facts"]["tensors"]["conv2"].pop(), "other weights"),
-        (lambda m: m["facts"]["tensors"]["decoder"][0].__setitem__(2, 60), "damaged .* at 60; ex"),
-        (lambda m: m["facts"]["tensors"]["decoder"][0].__setitem__(2, -64), "damaged .* at -64; e"),
-        (lambda m: m["facts"]["tensors"]["decoder"][0].__setitem__(2, 1 << 40), "other weights"),
-        (lambda m: m["facts"]["tensors"]["decoder"][0].__setitem__(0, "int8"), "damaged .* int8 "),
-        (lambda m: m["facts"]["tensors"]["decoder"][0].__setitem__(1, [64, 31]), "other .*embedd"),
-        (_swap, "other weights .*"),
+        (lambda m: m["facts"].pop("places"), "other weights .*'places'"),
+        (lambda m: m["facts"]["places"].pop("decoder"), "parts are encoder; expected a decoder"),
+        (lambda m: m["facts"]["places"].update(more=[]), "other weights"),
+        (lambda m: m["facts"]["sizes"].pop("conv1"), "other weights .*'conv1'"),
+        (lambda m: m["facts"]["sizes"]["conv1"].update(in_features=23), "other weights .*packed"),
+        (lambda m: m["facts"]["places"]["conv2"].pop(), "other weights"),
+        (lambda m: _of_decoder(m).__setitem__(2, 60), "other weights .* at 60; ex"),
+        (lambda m: _of_decoder(m).__setitem__(2, -64), "other weights .* at -64; e"),
+        (lambda m: _of_decoder(m).__setitem__(2, 1 << 40), "other weights"),
+        (lambda m: _of_decoder(m).__setitem__(0, "int8"), "other weights .* int8 "),
+        (lambda m: _of_decoder(m).__setitem__(1, [64, 31]), "other .*embedd"),
     ],
 )
 def test_manifests_of_other_models(
@@ -318,6 +313,31 @@ def test_manifests_of_other_models(
     manifest["crc32"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     (tmp_path / "lmdecode.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"^Decoding\.load: .*" + message):
+        lmdecode.Decoding.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("encoder", "config.num_heads", 0, "num_heads is 0"),
+        ("decoder", "config.num_layers", 3, r"layers\.2\.qkv is absent"),
+        ("encoder", "config.ffn_size", 47, "ffn_up"),
+        ("decoder", "kind", "encoder", 'of kind "encoder"; expected "decoder"'),
+        ("decoder", "weights.layers.0.qkv", [1 << 40, 64], "qkv is at byte"),
+        ("decoder", "weight_format", "file", "dtype is 'file'"),
+    ],
+)
+def test_records_of_other_models(
+    part: str, name: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    _saved(tmp_path, "whisper")
+    places = json.loads((tmp_path / "lmdecode.json").read_text())["facts"]["places"]
+    (path,) = tmp_path.glob("weights-*.bin")
+    memory = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    _, (size,), at = places[part][1]
+    memory[at : at + size] = with_entries(memory[at : at + size], {name: value})
+    path.write_bytes(bytes(memory.tolist()))
+    with pytest.raises(ValueError, match=r"^Decoding\.load: .* has other weights .*" + message):
         lmdecode.Decoding.load(tmp_path)
 
 

@@ -16,7 +16,7 @@ from tests.support.op_contract import assert_op_refuses
 ops = torch.ops.lmdecode
 
 ROWS, STEPS = 3, 8
-TOKENS, ENTRIES, STATE, TEXT, RULES, RESULTS, ENDS, CHOSEN = 7, 8, 10, 11, 12, 13, 14, 15
+TOKENS, ENTRIES, STATE, TEXT, RULES, RESULTS, ENDS, CHOSEN = 4, 5, 7, 8, 9, 10, 11, 12
 BYTES = 13  # of a row's results: its token, the count of kept tokens, its status
 
 
@@ -47,7 +47,7 @@ def arguments_of(
     chosen = torch.full((steps, ROWS), -7)
     ends = torch.full((ROWS, 2), -1) if ends is None else ends
     return [
-        model.memory, model.layout, model.sizes, model.numbers, caches._tensors,
+        model.memory, caches._tensors,
         model.cache_windows, caches._workspace, torch.tensor([5, 6, 7]), table, caches.max_rows,
         sampler._state, text, rules, results, ends, chosen, 60.0,
     ]  # fmt: skip

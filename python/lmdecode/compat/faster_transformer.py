@@ -246,7 +246,7 @@ def decoder(
     )
     output = ops.decoder_layer(
         x[:, 0].contiguous(),
-        *packed_layer(config, layer, "float32").of_layers,
+        packed_layer(config, layer, "float32").memory,
         torch.empty(0, dtype=torch.float32, device="cpu"),
         list(caches),
         own,
@@ -357,7 +357,7 @@ def decoding(
     caches = list(new_caches(config, len(memory), rows, max_seq_len, memory.shape[1]))
     requests = torch.arange(len(memory), device="cpu")
     ops.decoding_read_memory_(
-        *packed.of_layers, caches, memory.contiguous(), lengths.contiguous(), requests
+        packed.memory, caches, memory.contiguous(), lengths.contiguous(), requests
     )
     output_ids, parent_ids, sequence_length = ops.faster_transformer_decoding_(
         *packed.of_model, caches, [beam_width, max_seq_len, start_id, end_id]

@@ -160,9 +160,7 @@ class CausalCaches:
         self.lengths = self._tensors[2]
         self._states = self._state_tensors(rollback, checkpoint_interval)
         self._tensors += self._states
-        size = ops.causal_workspace_bytes(
-            model.sizes, model.numbers, [max_rows, sequences, max_blocks]
-        )
+        size = int(ops.causal_workspace_bytes(model.memory, [max_rows, sequences, max_blocks]))
         memory = model.spare_memory.take(size)
         self._workspace = memory[:size]
         give_back = weakref.finalize(self, model.spare_memory.give, memory)
@@ -223,8 +221,7 @@ class CausalCaches:
     def _of_step(self) -> tuple[Any, ...]:
         """The arguments of the ops that run the model, before the tokens."""
         model = self.model
-        of_model = (model.memory, model.layout, model.sizes, model.numbers)
-        return (*of_model, self._tensors, self._windows, self._workspace)
+        return (model.memory, self._tensors, self._windows, self._workspace)
 
     def forward(
         self,
@@ -245,7 +242,14 @@ class CausalCaches:
         tokens.
         """
         logits: Tensor = ops.causal_forward_(
-            *self._of_step, tokens, entries, num_logits, self.max_rows, hidden_in, hidden_out
+            *self._of_step,
+            tokens,
+            entries,
+            num_logits,
+            self._config.vocab_size,
+            self.max_rows,
+            hidden_in,
+            hidden_out,
         )
         return logits
 
@@ -382,10 +386,11 @@ class CausalCaches:
         used = -(-length // BLOCK_SIZE)
         tables = self._tensors[1 : 6 * len(self._windows) : 6]
         of_caches = [blocks[sequence, :used].tolist() for blocks in tables]
-        places, c = self.model.layout[1:, 2:4].tolist(), self._config
-        for (cache, layer), window, shared in zip(places, c.windows, c.shared_keys, strict=True):
-            if cache < 0 or shared is not None:
+        places, c = self.model.cache_places, self._config
+        for place, window, shared in zip(places, c.windows, c.shared_keys, strict=True):
+            if place is None or shared is not None:
                 continue  # a state, or keys of another layer
+            cache, layer = place
             pool = self._tensors[6 * cache]
             if pool.dtype == torch.int8:
                 pool = pool.view(torch.uint8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmdecode._checks import check_format
+from lmdecode._memory import bytes_of
+from lmdecode._ops import ops
 from lmdecode.decoder.causal_config import (
     CausalConfig,
     CausalLayerWeights,
@@ -28,14 +30,23 @@ from lmdecode.decoder.causal_weight_checks import (
     norms_of_all_heads,
     state_shapes,
 )
-from lmdecode.decoder.config import ACTIVATIONS, FORMATS, NORMS, format_number
-from lmdecode.decoder.experts import NO_NUMBERS, NO_SIZES
+from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.huge_memory import SpareMemory, new_memory
-from lmdecode.decoder.mixers import mixer_numbers, mixer_sizes
+from lmdecode.decoder.model_record import (
+    config_entries,
+    config_of,
+    own_bytes_of,
+    places_of,
+    read_record,
+    record_bytes,
+    record_text,
+    write_record,
+)
 from lmdecode.linear.formats import (
     AS_IT_IS,
     format_of_head,
     most_packed_bytes,
+    numel_of_packed,
     pack_weight_into,
     parts_of_packed,
 )
@@ -47,6 +58,7 @@ __all__ = ["IS_BFLOAT16", "IS_FLOAT32", "IS_PACKED", "PackedCausalModel"]
 ALIGNMENT = 64  # bytes
 TABLES = ("embedding", "per_layer_embedding")
 PROJECTIONS = ("per_layer_projection", "embedding_projection", "hidden_projection")  # of the model
+EXPERTS = ("experts_gate", "experts_up", "experts_down")
 LINEAR = ("qkv", "attention_out", "ffn_up", "ffn_gate", "ffn_down", "router", "logits",
           "per_layer_gate", "per_layer_out", *PROJECTIONS)  # fmt: skip
 # Formats of an embedding, as in csrc/decoder/per_layer_input.h.
@@ -59,21 +71,21 @@ def format_of(name: str, weight_format: str) -> str:
 
 
 class WeightMemory:
-    """A memory, uint8 [bytes], that weights are written to; ``used`` bytes have been.
+    """A memory, uint8 [bytes], that weights are written to; ``used`` bytes have been, or are not.
 
     Linear weights get ``weight_format``, each table of tokens its format of ``formats_of_tables``.
     """
 
     def __init__(
-        self, memory: Tensor, weight_format: str, formats_of_tables: Mapping[str, int]
+        self, memory: Tensor, used: int, weight_format: str, formats_of_tables: Mapping[str, int]
     ) -> None:
-        self.memory, self.used = memory, 0
+        self.memory, self.used = memory, used
         self._format, self._formats_of_tables = weight_format, formats_of_tables
 
     def write(
         self, path: str, name: str, value: Any, experts: Mapping[str, tuple[int, int]]
-    ) -> int:
-        """Write a weight that fits the config; return where it begins.
+    ) -> tuple[int, int]:
+        """Write a weight that fits the config; return where it begins, and its bytes.
 
         ``path`` is the prefix of its name in errors. ``experts`` maps names of weights that are
         matrices of experts to the shape of one matrix; each matrix is checked here.
@@ -95,7 +107,7 @@ class WeightMemory:
         end = -(-size // ALIGNMENT) * ALIGNMENT
         at[size:end] = 0  # the same weights give the same bytes
         self.used += end
-        return begin
+        return begin, size
 
     def _write_experts(self, name: str, matrices: Any, shape: tuple[int, int], to: Tensor) -> int:
         """Write the matrices of experts, concatenated; return their bytes."""
@@ -115,21 +127,9 @@ class WeightMemory:
         return used
 
 
-_NONE = -1
-# The columns of a layout's row: numbers, then the parts of a layer.
-_NUM_NUMBERS = 6
-_NUM_COLUMNS = _NUM_NUMBERS + len(CausalLayerWeights._fields)
-_EMBEDDING_FORMAT, _NORMS_ALL_HEADS = 15, 10  # in sizes
-_EMBEDDING, _LOGITS = 0, 5  # in the layout's row of the model
-_MODEL_PARTS = ("embedding", "positions", "rotary", "final_norm_gamma", "final_norm_beta", "logits",
-                "logits_bias", "per_layer_embedding", "per_layer_projection",
-                "per_layer_norm_gamma", "embedding_norm_gamma", "hidden_norm_gamma",
-                "embedding_projection", "hidden_projection")  # fmt: skip
-_NUM_MODEL_PARTS = len(_MODEL_PARTS)
 # Parts that a model shares with its ``mtp``; they are in the memory once.
 _SHARED_PARTS = ("embedding", "positions", "rotary", "logits", "logits_bias")
-# Where keys come from, as in csrc/decoder/causal_forward.h.
-_OWN_KEYS, _KEYS_ARE_VALUES, _SHARED_KEYS = 0, 1, 2
+_MOST_PARTS = len(CausalLayerWeights._fields)
 _EMBEDDINGS = {"float32": IS_FLOAT32, "bfloat16": IS_BFLOAT16}  # others are packed
 
 
@@ -147,18 +147,20 @@ class PackedCausalModel:
     the embedding are int8). None keeps a GGUF file's blocks and bfloat16; other floats become
     float32. Raises ValueError or TypeError that names the weight with a wrong shape, dtype or type.
 
-    ``memory``, uint8 [bytes], holds all weights at the places of ``layout``, int64 [layers + 1,
-    columns]: see csrc/bindings/causal_checks.h. ``sizes`` and ``numbers`` are the config as the ops
-    take it. ``cache_windows`` has the positions that each of the model's caches keeps (0: all),
-    ``cache_layers`` and ``cache_heads`` their layers and heads. ``state_size`` is the float32
+    ``memory``, uint8 [bytes], begins with ``record`` (model_record.py), and holds all weights.
+    ``cache_windows`` has the positions that each of the model's caches keeps (0: all),
+    ``cache_layers`` and ``cache_heads`` their layers and heads, ``cache_places`` the cache of each
+    layer with attention, and which of its layers that is, else None. ``state_size`` is the float32
     numbers of a sequence's state over all layers, ``max_positions`` the number of position
     embeddings or None. ``spare_memory`` is scratch memory of deleted caches.
 
-    ``mtp`` predicts further tokens: a model of one layer in the same memory, which reads rows of
-    this model. ``own_bytes`` does not count the bytes of ``mtp`` alone. ``saved_hash`` is the
-    SHA-256 of saved weights that are mapped unchanged, or None.
+    ``mtp`` predicts further tokens: a model of one layer, which reads rows of this model. Its
+    memory is a part of this one: its record is behind the model's own, its weights are behind the
+    ``own_bytes`` of the model. ``saved_hash`` is the SHA-256 of saved weights that are mapped
+    unchanged, or None.
     """
 
+    memory: Tensor
     saved_hash: str | None = None
 
     def __init__(
@@ -171,9 +173,7 @@ class PackedCausalModel:
         check_model(self.config, weights)
         is_tied = weights.logits is None
         embedding_format = IS_LOGITS if is_tied else _EMBEDDINGS.get(self.weight_format, IS_PACKED)
-        self.max_positions = None if weights.positions is None else weights.positions.shape[0]
-        self._set_numbers(embedding_format)
-        self._set_caches()
+        self._begin(embedding_format)
         self.mtp = None if weights.mtp is None else self._new_mtp(*weights.mtp)
         self._pack_all(weights, embedding_format)
 
@@ -189,116 +189,96 @@ class PackedCausalModel:
         if weights.hidden_projection is None:
             raise ValueError("Decoding: weights.mtp has no hidden_projection; expected it")
         model = type(self).__new__(type(self))
-        model.config, model.weight_format = config, self.weight_format
-        model.max_positions, model.mtp, model.own_bytes = self.max_positions, None, 0
+        model.config, model.weight_format, model.mtp = config, self.weight_format, None
         check_model(config, weights)
-        model._set_numbers(self.sizes[_EMBEDDING_FORMAT])
-        model._set_caches()
+        model._begin(self.record["embedding_format"])
         return model
 
     @classmethod
-    def of_packed(
-        cls, config: Mapping[str, Any], weight_format: str, facts: Mapping[str, Any]
-    ) -> PackedCausalModel:
-        """Return a model of packed weights, which ``take`` adds later.
+    def of_memory(cls, memory: Tensor, facts: Mapping[str, Any] | None = None) -> PackedCausalModel:
+        """Return the model of another one's memory, which is kept as it is.
 
-        The arguments are its ``config_fields()``, format and ``facts()``. Raises KeyError,
-        TypeError or ValueError if facts are missing, or of another type or shape. The ops check
-        that they fit the memory.
+        ``facts`` are of other kinds of models. Raises AttributeError, KeyError, RuntimeError,
+        TypeError or ValueError for another record. That parts fit the config is for the ops to see.
         """
         model = cls.__new__(cls)
-        model.config = CausalConfig(**config)
-        is_as_it_is = weight_format == AS_IT_IS
-        model.weight_format = AS_IT_IS if is_as_it_is else _checked_format(weight_format)
-        model.max_positions = facts["max_positions"]
-        model._set_numbers(facts["embedding_format"])
-        model.sizes[_NORMS_ALL_HEADS] = int(facts["norms_all_heads"])
-        model._set_caches()
-        for name, part in model._offsets().items():
-            offsets = torch.tensor(facts[name], dtype=torch.int64, device="cpu")
-            if offsets.shape != part.shape:
-                raise ValueError(
-                    f"{name} has shape {list(offsets.shape)}; expected {list(part.shape)}"
-                )
-            part.copy_(offsets)
-        model.mtp, model.own_bytes = None, -1
-        if (of_mtp := facts.get("mtp")) is not None:
-            model.mtp = cls.of_packed(of_mtp["config"], weight_format, of_mtp)
-            model.own_bytes = int(facts["own_bytes"])
+        model.record = read_record(memory)
+        model.config = config_of(CausalConfig, model.record)
+        name = model.record["weight_format"]
+        model.weight_format = name if name == AS_IT_IS else _checked_format(name)
+        expected = model._set_caches()
+        if (
+            found := {
+                name: value for name, value in model.record.items() if name.startswith("layers.")
+            }.items()
+            ^ expected.items()
+        ):
+            raise ValueError(f"{sorted(found)[0][0]} is not what the config says")
+        model.memory, model.mtp = memory, None
+        room = record_bytes(model.config.num_layers)
+        if own_bytes_of(memory[room:]) is not None:
+            model.mtp = cls.of_memory(memory[room:])
         return model
 
-    def take(self, memory: Tensor) -> None:
-        """Take the weights, packed for this process; that they fit is for the ops to see."""
-        self.memory = memory
-        if self.mtp is None:
-            self.own_bytes = memory.numel()
-        else:
-            self.mtp.take(memory)
+    def check(self) -> None:
+        """Raise ValueError where the ops refuse the weights."""
+        ops.causal_workspace_bytes(self.memory, [1, 1, 1])
+        if self.mtp is not None:
+            self.mtp.check()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what describes the memory, beside its record."""
+        return {}
 
     def buffers(self) -> list[Tensor]:
         """Return the memory in consecutive parts."""
         return [self.memory]
 
-    def config_fields(self) -> dict[str, Any]:
-        """Return the fields of the config."""
-        return dataclasses.asdict(self.config)
+    @property
+    def own_bytes(self) -> int:
+        """The bytes of the memory without the weights of ``mtp`` alone."""
+        return own_bytes_of(self.memory) or 0
 
-    def facts(self) -> dict[str, Any]:
-        """Return the metadata, beside config and format, that describes the memory's layout."""
-        facts: dict[str, Any] = {
-            "embedding_format": self.sizes[_EMBEDDING_FORMAT],
-            "max_positions": self.max_positions,
-            "norms_all_heads": bool(self.sizes[_NORMS_ALL_HEADS]),
-            **{name: part.tolist() for name, part in self._offsets().items()},
-        }
-        if self.mtp is not None:
-            facts["own_bytes"] = self.own_bytes
-            facts["mtp"] = {"config": self.mtp.config_fields(), **self.mtp.facts()}
-        return facts
+    @property
+    def max_positions(self) -> int | None:
+        """The number of position embeddings; None: the model has none."""
+        place = self.record.get("weights.positions")
+        return None if place is None else place[1] // (4 * self.config.model_size)
 
-    def _offsets(self) -> dict[str, Tensor]:
-        """Return the offsets of the memory's parts: the layout without columns from the config."""
-        return {
-            "model_offsets": self.layout[0, :_NUM_MODEL_PARTS],
-            "layer_offsets": self.layout[1:, _NUM_NUMBERS:],
-        }
+    def weights_hash(self) -> str:
+        """Return the SHA-256 of the record and of the weights, without those of ``mtp`` alone."""
+        digest = hashlib.sha256(record_text(self.record))
+        digest.update(bytes_of(self.memory[self._begin_of_weights : self.own_bytes]))
+        return digest.hexdigest()
 
-    def packed_parts(self, memory: Tensor) -> list[tuple[int, int]]:
-        """Return where each packed weight begins in the memory, and its bytes; first the head."""
-        return [
+    @property
+    def _begin_of_weights(self) -> int:
+        """Behind the model's record there is room for that of ``mtp``."""
+        return record_bytes(self.config.num_layers) + record_bytes(1)
+
+    def packed_parts(self) -> list[tuple[int, int]]:
+        """Return where each packed weight begins in the memory, and its bytes."""
+        parts = [
             part
-            for at, shape in self._packed_places()
-            for part in parts_of_packed(memory, at, shape[0])
+            for name, at, size in places_of(self.record)
+            if self._is_packed(name)
+            for part in parts_of_packed(self.memory, at, size)
         ]
+        if self.mtp is not None:
+            begin = len(self.memory) - len(self.mtp.memory)
+            parts += [(begin + at, size) for at, size in self.mtp.packed_parts()]
+        return list(dict.fromkeys(parts))
 
-    def first_packed(self) -> int:
-        """Return where the first packed weight, the head, begins in the memory."""
-        return int(self.layout[0, _LOGITS])
+    def _is_packed(self, name: str) -> bool:
+        """Whether a part of the record is a packed weight."""
+        if name in TABLES:
+            return self._format_of_table(name) == IS_PACKED
+        return name.split(".")[-1] in (*LINEAR, *EXPERTS)
 
     @property
     def packed_numel(self) -> int:
         """How many weights there are in what ``packed_parts`` returns."""
-        return sum(math.prod(shape) for _, shape in self._packed_places())
-
-    def _packed_places(self) -> list[tuple[int, tuple[int, int]]]:
-        """Return where each packed weight begins in the memory, and its shape."""
-        shapes = model_shapes(self.config)
-        places = [(int(self.layout[0, _LOGITS]), shapes["logits"])]
-        for column, name in enumerate(_MODEL_PARTS):
-            is_packed = name in PROJECTIONS or (
-                name in TABLES and self._format_of_table(name) == IS_PACKED
-            )
-            if is_packed and int(self.layout[0, column]) != _NONE:
-                places.append((int(self.layout[0, column]), shapes[name]))
-        for i, row in enumerate(self.layout[1:]):
-            packed = self._layer_shapes(i)
-            for column, name in enumerate(CausalLayerWeights._fields, start=_NUM_NUMBERS):
-                if name in packed and int(row[column]) != _NONE:
-                    count, (outputs, inputs) = packed[name]
-                    places.append((int(row[column]), (count * outputs, inputs)))
-        if self.mtp is not None:
-            places += [place for place in self.mtp._packed_places() if place not in places]
-        return places
+        return sum(numel_of_packed(self.memory, at) for at, _ in self.packed_parts())
 
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, tuple[int, int]]]:
         """Return how many matrices each packed weight of a layer has, and their shape."""
@@ -314,61 +294,26 @@ class PackedCausalModel:
     def _format_of_table(self, name: str) -> int:
         """Return how the rows of tokens are held."""
         if name == "embedding":
-            return self.sizes[_EMBEDDING_FORMAT]
+            return int(self.record["embedding_format"])
         return _EMBEDDINGS.get(self.weight_format, IS_PACKED)
 
-    def _set_numbers(self, embedding_format: int) -> None:
-        c = self.config
-        assert c.rotary_size is not None and c.attention_scale is not None
-        windowed, of_global = (c.heads_of(has_window=has) for has in (True, False))
-        norm_first, of_mixer = mixer_numbers(c.mixers)
-        self.sizes = [
-            c.num_layers,
-            c.model_size,
-            c.num_heads,
-            c.num_kv_heads,
-            c.head_size,
-            c.ffn_size,
-            c.vocab_size,
-            windowed.rotary_size,
-            len(c.rotary_scales),
-            self.max_positions or 0,
-            0,  # norms_all_heads: the layers tell
-            NORMS[c.norm],
-            int(c.gated),
-            ACTIVATIONS[c.activation],
-            format_number(self.weight_format),
-            embedding_format,
-            int(c.attention_gate),
-            *mixer_sizes(c.mixers),
-            *(NO_SIZES if c.experts is None else c.experts.sizes()),
-            of_global.head_size,
-            of_global.num_kv_heads,
-            of_global.rotary_size,
-            int(c.value_norm),
-            c.per_layer_size,
-            _EMBEDDINGS.get(self.weight_format, IS_PACKED),
-            int(norm_first),
-            int(c.attention_beside),
-        ]
-        self.numbers = [
-            c.norm_epsilon,
-            c.attention_scale,
-            c.attention_softcap,
-            c.logits_softcap,
-            c.embedding_scale,
-            c.logits_scale,
-            *(NO_NUMBERS if c.experts is None else c.experts.numbers()),
-            c.per_layer_scale,
-            c.per_layer_epsilon,
-            *of_mixer,
-            *c.rotary_scales,
-        ]
+    def _begin(self, embedding_format: int) -> None:
+        """Begin the record; its weights are added as they are packed."""
+        self.record: dict[str, Any] = {
+            "kind": "causal",
+            "weight_format": self.weight_format,
+            "embedding_format": embedding_format,
+            **config_entries(self.config),
+        }
+        if self.config.per_layer_size:
+            self.record["per_layer_format"] = self._format_of_table("per_layer_embedding")
+        self.record |= self._set_caches()
 
-    def _set_caches(self) -> None:
+    def _set_caches(self) -> dict[str, int]:
         """Assign layers with a window to a cache that drops positions out of the window.
 
-        The layout says so, and has no parts yet.
+        Each layer with a state gets its offset in the model's state. Returns the entries of layers
+        in the record.
         """
         c, windows = self.config, self.config.windows
         widest = max((window for window in windows if window is not None), default=0)
@@ -376,10 +321,7 @@ class PackedCausalModel:
         self.cache_windows: list[int] = []
         self.cache_layers: list[int] = []
         self.cache_heads: list[Heads] = []
-        self.layout = torch.full(
-            (len(windows) + 1, _NUM_COLUMNS), _NONE, dtype=torch.int64, device="cpu"
-        )
-        self._set_states()
+        self.cache_places: list[tuple[int, int] | None] = [None] * c.num_layers
         for has_window in (False, True):
             layers = [
                 i
@@ -389,42 +331,35 @@ class PackedCausalModel:
             if not layers:
                 continue
             for place, layer in enumerate(layers):
-                source = _KEYS_ARE_VALUES if c.keys_are_values[layer] else _OWN_KEYS
-                self._set_attention(layer, len(self.cache_windows), place, source)
+                self.cache_places[layer] = (len(self.cache_windows), place)
             self.cache_windows.append(widest if has_window else 0)
             self.cache_layers.append(len(layers))
             self.cache_heads.append(c.heads_of(has_window=has_window))
         for layer, shared in enumerate(c.shared_keys):
             if shared is not None:
-                cache, place = self.layout[shared + 1, 2:4].tolist()
-                self._set_attention(layer, cache, place, _SHARED_KEYS)
-
-    def _set_attention(self, layer: int, cache: int, place: int, source: int) -> None:
-        """Write the numbers of a layer with attention: see ``CausalLayer`` of the ops."""
-        c, rotary = self.config, self.config.rotary[layer]
-        window, turn = c.windows[layer] or 0, _NONE if rotary is None else rotary
-        numbers = [window, turn, cache, place, source, c.ffn_sizes[layer]]
-        self.layout[layer + 1, :_NUM_NUMBERS] = torch.tensor(numbers, device="cpu")
-
-    def _set_states(self) -> None:
-        """Assign each layer with a state its offset in the model's state: see ``state_size``."""
+                self.cache_places[layer] = self.cache_places[shared]
+        entries = {}
+        for layer, cache in enumerate(self.cache_places):
+            if cache is not None:
+                entries[f"layers.{layer}.cache"], entries[f"layers.{layer}.cache_layer"] = cache
         self.state_size = 0
-        for layer, mixer in enumerate(self.config.mixers, start=1):
-            if mixer is None:
-                continue
-            ffn_size = self.config.ffn_sizes[layer - 1]
-            numbers = [0, _NONE, _NONE, self.state_size, _OWN_KEYS, ffn_size]
-            self.layout[layer, :_NUM_NUMBERS] = torch.tensor(numbers, device="cpu")
-            self.state_size += -(-mixer.state_size // 16) * 16
+        for layer, mixer in enumerate(c.mixers):
+            if mixer is not None:
+                entries[f"layers.{layer}.state"] = self.state_size
+                self.state_size += -(-mixer.state_size // 16) * 16
+        return entries
 
     def _parts_of_model(
         self, weights: CausalWeights, embedding_format: int
     ) -> dict[str, LinearWeight | None]:
-        rotary, most = None, max(map(len, weights.rotary), default=0)
-        if weights.rotary:
+        c, rotary = self.config, None
+        assert c.rotary_size is not None and c.global_rotary_size is not None
+        most = max(c.rotary_size, c.global_rotary_size) // 2
+        if weights.rotary and most:  # as long as those that layers use
             padded = [F.pad(r.float().cpu(), (0, most - len(r))) for r in weights.rotary]
             rotary = torch.stack(padded)
-        parts = {name: getattr(weights, name) for name in _MODEL_PARTS}
+        parts = weights._asdict()
+        del parts["layers"], parts["mtp"]
         if weights.logits is None:
             parts["logits"] = weights.embedding
         if embedding_format == IS_LOGITS:
@@ -444,11 +379,11 @@ class PackedCausalModel:
             kind = self.weight_format if is_linear else format_of_head(self.weight_format)
             most = max(most_packed_bytes(shape, kind), most_packed_bytes(shape, self.weight_format))
             of_model += most if is_linear else most + 4 * math.prod(shape)
-        return of_model + layers + _NUM_COLUMNS * ALIGNMENT
+        return self._begin_of_weights + of_model + layers + _MOST_PARTS * ALIGNMENT
 
     def _most_layer_bytes(self, layer: int) -> int:
         c = self.config
-        total, floats = _NUM_COLUMNS * ALIGNMENT, 16 * c.model_size + c.num_heads
+        total, floats = _MOST_PARTS * ALIGNMENT, 16 * c.model_size + c.num_heads
         for name, (count, shape) in self._layer_shapes(layer).items():
             if 0 in shape or (name == "ffn_gate" and not c.gated):
                 continue
@@ -464,18 +399,21 @@ class PackedCausalModel:
         if self.mtp is not None and weights.mtp is not None:
             size += self.mtp._most_bytes(weights.mtp[1])
         formats = {name: self._format_of_table(name) for name in TABLES}
+        begin, room = self._begin_of_weights, record_bytes(self.config.num_layers)
         # The system never hands out pages that nothing is written to.
-        memory = WeightMemory(new_memory(size), self.weight_format, formats)
+        memory = WeightMemory(new_memory(size), begin, self.weight_format, formats)
         self._pack(self._parts_of_model(weights, embedding_format), weights.layers, memory)
-        self.own_bytes = memory.used
+        write_record(memory.memory, self.record, room, memory.used)
+        memory.memory[room:begin] = 0
         if self.mtp is not None and weights.mtp is not None:
             of_mtp = self.mtp._parts_of_model(weights.mtp[1], embedding_format)
             for name in _SHARED_PARTS:
-                column = _MODEL_PARTS.index(name)
-                self.mtp.layout[0, column] = self.layout[0, column]
                 of_mtp[name] = None
-            self.mtp._pack(of_mtp, weights.mtp[1].layers, memory)
-            self.mtp.memory = memory.memory[: memory.used]
+                if (shared := self.record.get(f"weights.{name}")) is not None:
+                    self.mtp.record[f"weights.{name}"] = (shared[0] - room, shared[1])
+            self.mtp._pack(of_mtp, weights.mtp[1].layers, memory, room)
+            self.mtp.memory = memory.memory[room : memory.used]
+            write_record(self.mtp.memory, self.mtp.record, begin - room, len(self.mtp.memory))
         self.memory = memory.memory[: memory.used]
 
     def _pack(
@@ -483,13 +421,20 @@ class PackedCausalModel:
         of_model: dict[str, LinearWeight | None],
         layers: Sequence[CausalLayerWeights],
         memory: WeightMemory,
+        begin: int = 0,
     ) -> None:
-        """Append the weights to a memory."""
-        c, layout, matrices = self.config, self.layout, expert_shapes(self.config)
+        """Append the weights to a memory, and their places, counted from a byte, to the record."""
+        c, matrices = self.config, expert_shapes(self.config)
+
+        def write(path: str, name: str, value: Any, experts: Mapping[str, Any]) -> None:
+            at, size = memory.write(path, name, value, experts)
+            where = path.replace("[", ".").replace("]", "")
+            self.record[f"weights.{where}{name}"] = (at - begin, size)
+
         with torch.no_grad():
-            for column, name in enumerate(_MODEL_PARTS):
+            for name in list(of_model):
                 if (value := of_model.pop(name)) is not None:
-                    layout[0, column] = memory.write("", name, value, {})
+                    write("", name, value, {})
                 del value
             norms_all_heads = None
             for i in range(c.num_layers):
@@ -503,7 +448,7 @@ class PackedCausalModel:
                         "before"
                     )
                 norms_all_heads = for_all if norms_all_heads is None else norms_all_heads
-                for column, (name, value) in enumerate(layer._asdict().items(), start=_NUM_NUMBERS):
+                for name, value in layer._asdict().items():
                     if value is not None:
-                        layout[i + 1, column] = memory.write(f"layers[{i}].", name, value, matrices)
-            self.sizes[_NORMS_ALL_HEADS] = int(bool(norms_all_heads))
+                        write(f"layers[{i}].", name, value, matrices)
+            self.record["norms_all_heads"] = int(bool(norms_all_heads))

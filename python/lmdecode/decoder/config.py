@@ -11,14 +11,14 @@ from torch import Tensor
 
 from lmdecode._checks import check_bool, check_int, check_number
 from lmdecode.linear import ACTIVATIONS
-from lmdecode.linear.formats import FORMATS, OWN_FORMATS
+from lmdecode.linear.formats import FORMATS
 
 __all__ = ["ACTIVATIONS", "FORMATS", "DecoderConfig", "DecoderWeights", "LayerWeights"]
 
 Norm = Literal["layer_norm", "rms_norm"]
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu"]
 
-NORMS: dict[str, int] = {"layer_norm": 0, "rms_norm": 1}
+NORMS = ("layer_norm", "rms_norm")
 
 
 def check_sizes(op: str, config: object, *names: str, least: int = 1) -> None:
@@ -51,37 +51,6 @@ def check_numbers(op: str, config: object, *names: str) -> None:
                 f"expected a finite number{' of at least 0' if at_least_0 else ''}"
             )
         object.__setattr__(config, name, number)
-
-
-def op_sizes(
-    config: Any, memory_size: int, weight_format: str, unplaced_token: int | None = None
-) -> list[int]:
-    """Return the integers that the ops take of a decoder, or of an encoder (memory_size 0)."""
-    return [
-        config.num_layers,
-        config.model_size,
-        config.num_heads,
-        config.head_size,
-        config.ffn_size,
-        config.vocab_size,
-        memory_size,
-        config.position_offset,
-        -1 if unplaced_token is None else unplaced_token,
-        NORMS[config.norm],
-        int(config.norm_first),
-        int(config.gated),
-        ACTIVATIONS[config.activation],
-        format_number(weight_format),
-    ]
-
-
-def format_number(weight_format: str) -> int:
-    """Return the format of a model's linear weights as its ops take it.
-
-    Whole numbers come in several formats, those of models that were saved before among them: each
-    weight says itself which it has.
-    """
-    return FORMATS[weight_format] if weight_format in ("float32", "bfloat16") else OWN_FORMATS
 
 
 def check_switches(op: str, config: Any) -> None:
@@ -171,21 +140,6 @@ class DecoderConfig:
     def attention_size(self) -> int:
         """Features of all heads."""
         return self.num_heads * self.head_size
-
-    def sizes(self, weight_format: str) -> list[int]:
-        """Return the integers that the ops take."""
-        assert self.memory_size is not None
-        return op_sizes(self, self.memory_size, weight_format, self.unplaced_token)
-
-    def numbers(self) -> list[float]:
-        """Return the floats that the ops take."""
-        assert self.attention_scale is not None
-        return [
-            self.norm_epsilon,
-            self.attention_scale,
-            self.denominator_epsilon,
-            self.embedding_scale,
-        ]
 
 
 class LayerWeights(NamedTuple):

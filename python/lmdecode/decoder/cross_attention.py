@@ -27,7 +27,7 @@ class _Layer:
             bias = getattr(weights, f"{name}_bias")
             return PackedLinear.from_packed(
                 getattr(weights, name),
-                bias if bias.numel() else None,
+                bias,
                 in_features=inputs,
                 out_features=outputs,
                 dtype=dtype,
@@ -42,7 +42,7 @@ class _Layer:
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         gamma, beta = (getattr(self._weights, f"{name}_norm_{part}") for part in ("gamma", "beta"))
-        return layer_norm(x, gamma, beta if beta.numel() else None, eps=self._config.norm_epsilon)
+        return layer_norm(x, gamma, beta, eps=self._config.norm_epsilon)
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return [heads, T, head_size] of [T, heads * head_size]."""
@@ -97,14 +97,8 @@ class CrossAttention:
                 )
         self._decoder, self._heads = decoder, list(heads)
         count = max((layer for layer, _ in heads), default=-1) + 1
-        size = len(LayerWeights._fields)
         self._layers = [
-            _Layer(
-                config,
-                LayerWeights._make(decoder.layer_tensors[size * i : size * (i + 1)]),
-                decoder.weight_format,
-            )
-            for i in range(count)
+            _Layer(config, decoder.layer(i), decoder.weight_format) for i in range(count)
         ]
 
     @torch.autocast("cpu", enabled=False)
@@ -115,9 +109,8 @@ class CrossAttention:
         ``request``.
         """
         config = self._decoder.config
-        embedding, positions = self._decoder.tensors[:2]
-        x = embedding[list(tokens)] * config.embedding_scale
-        x += positions[config.position_offset :][: len(tokens)]
+        x = self._decoder.embedding[list(tokens)] * config.embedding_scale
+        x += self._decoder.parts["positions"][config.position_offset :][: len(tokens)]
         length, size = int(caches.memory_lengths[request]), config.head_size
         found: dict[int, Tensor] = {}
         for i, layer in enumerate(self._layers):

@@ -19,9 +19,8 @@ from lmdecode.decoder.config import (
     check_sizes,
     check_switches,
     float32,
-    op_sizes,
 )
-from lmdecode.decoder.weights import PackedStack, pack_layer
+from lmdecode.decoder.weights import PackedStack, pack_layer, packed_fields
 from lmdecode.linear import PackedLinear
 
 __all__ = [
@@ -67,19 +66,10 @@ class EncoderConfig:
         check_switches(op, self)
         check_numbers(op, self, "norm_epsilon", "attention_scale", "embedding_scale")
 
-    def sizes(self, weight_format: str) -> list[int]:
-        """Return the integers that the op takes."""
-        return op_sizes(self, 0, weight_format)  # no cross-attention
-
     @property
     def attention_size(self) -> int:
         """Features of all heads."""
         return self.num_heads * self.head_size
-
-    def numbers(self) -> list[float]:
-        """Return the floats that the op takes."""
-        assert self.attention_scale is not None
-        return [self.norm_epsilon, self.attention_scale, 0.0, self.embedding_scale]
 
 
 class EncoderLayerWeights(NamedTuple):
@@ -126,14 +116,14 @@ class EncoderWeights(NamedTuple):
 class PackedEncoder(PackedStack):
     """An encoder's weights, packed once.
 
-    ``weights`` are not kept, except for an embedding that is float32 already. ``longest`` is the
-    most rows of a sequence, or None if neither positions nor distances limit it. Raises ValueError
-    or TypeError that names the weight with a wrong shape, dtype or type.
+    ``weights`` are not kept, except for an embedding that is float32 already. Raises ValueError or
+    TypeError that names the weight with a wrong shape, dtype or type.
     """
 
     config: EncoderConfig
-    model_fields = EncoderWeights._fields[1:-1]
-    layer_fields = EncoderLayerWeights._fields
+    kind = "encoder"
+    config_type = EncoderConfig
+    layer_type = EncoderLayerWeights
 
     def __init__(
         self,
@@ -142,19 +132,17 @@ class PackedEncoder(PackedStack):
         weight_format: str | torch.dtype = "float32",
     ) -> None:
         weight_format = check_format("Decoding", weight_format, FORMATS)
-        tensors = [float32(value) for value in weights[1:-1]]
-        for layer in weights.layers:
-            tensors += pack_layer(config, layer, weight_format)
-        self._gather(config, weight_format, float32(weights.embedding), tensors)
+        layers = (pack_layer(config, layer, weight_format) for layer in weights.layers)
+        embedding = float32(weights.embedding)
+        parts = packed_fields(weights, weight_format)
+        self._gather(config, weight_format, embedding, parts, layers)
 
-    def _take(self, config: EncoderConfig, *packed: Any) -> None:
-        super()._take(config, *packed)
-        rows, _, distances = self._sizes_of_tables()
-        self.longest: int | None = None
-        if rows:
-            self.longest = rows - config.position_offset
-        elif distances:
-            self.longest = distances // 2 + 1
+    @property
+    def longest(self) -> int | None:
+        """The most rows of a sequence; None if neither positions nor distances limit it."""
+        if self.num_positions is not None or self.num_distances is None:
+            return self.num_positions
+        return self.num_distances // 2 + 1
 
     def forward(
         self,

@@ -13,7 +13,7 @@ from lmdecode.linear.quantized_weight import LinearWeight
 __all__ = ["ExpertMatrices", "ExpertsConfig", "Router"]
 
 Router = Literal["softmax", "softmax_of_chosen", "sigmoid"]
-ROUTERS: dict[str, int] = {"softmax": 0, "softmax_of_chosen": 1, "sigmoid": 2}
+ROUTERS = ("softmax", "softmax_of_chosen", "sigmoid")
 
 
 @dataclass(frozen=True)
@@ -79,26 +79,6 @@ class ExpertsConfig:
             object.__setattr__(self, name, number)
         if self.epsilon and self.router != "sigmoid":
             raise ValueError(f"{op}: epsilon is {self.epsilon}; expected 0 with {self.router!r}")
-
-    def sizes(self) -> list[int]:
-        """Return the integers that the ops take."""
-        return [
-            self.num_experts,
-            self.num_chosen,
-            self.size,
-            self.shared_size,
-            ROUTERS[self.router],
-            int(self.normalized),
-            int(self.limit is not None),
-        ]
-
-    def numbers(self) -> list[float]:
-        """Return the floats that the ops take."""
-        return [self.epsilon, self.scale, self.alpha or 0.0, self.limit or 0.0]
-
-
-#: The ops' arguments for a model without experts.
-NO_SIZES, NO_NUMBERS = [0] * 7, [0.0] * 4
 
 
 class ExpertMatrices(Sequence[LinearWeight]):

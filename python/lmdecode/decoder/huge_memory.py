@@ -38,14 +38,18 @@ def new_memory(size: int, *, huge_pages: bool = True) -> Tensor:
         return mapped[begin : begin + size]
 
 
-def gather(tensors: list[Tensor]) -> Tensor:
-    """Move contiguous tensors to one uint8 memory, each at a multiple of 64 bytes; return it."""
+def gather(tensors: list[Tensor], room: int = 0) -> Tensor:
+    """Move contiguous tensors to one uint8 memory, each at a multiple of 64 bytes; return it.
+
+    At its beginning there is room for others.
+    """
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    memory, at = new_memory(sum(sizes)), 0
+    memory, at = new_memory(room + sum(sizes)), room
     with torch.inference_mode(False):
         for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
             part = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensors[i] = part.copy_(tensor)
+            memory[at + tensor.nbytes : at + size] = 0  # equal tensors give equal bytes
             at += size
     return memory
 

@@ -103,7 +103,7 @@ class DecoderLayer:
         caches = new_caches(config, len(memory), rows, capacity, memory.shape[1])
         caches.table[:] = torch.arange(rows, dtype=torch.int32, device="cpu")[:, None]
         ops.decoding_read_memory_(
-            *self._packed.of_layers,
+            self._packed.memory,
             list(caches),
             float32(memory),
             memory_lengths,
@@ -168,7 +168,7 @@ class DecoderLayer:
 
         return ops.decoder_layer(
             from_tensor.contiguous(),
-            *self._packed.of_layers,
+            self._packed.memory,
             self.relative_bias,
             list(caches),
             own if cache_rows is None else indices(op, "cache_rows", cache_rows, rows),

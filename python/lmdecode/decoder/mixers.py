@@ -15,8 +15,6 @@ __all__ = [
     "Mixer",
     "ShortConvolution",
     "checked_mixers",
-    "mixer_numbers",
-    "mixer_sizes",
 ]
 
 _MOST_TAPS = 16  # as in kMostTaps in csrc/decoder
@@ -233,32 +231,3 @@ def checked_mixers(
     if len(kinds) > 1:
         raise ValueError(f"{op}: mixers has {len(kinds)} different mixers; expected one at most")
     return mixers
-
-
-def mixer_sizes(mixers: Sequence[Mixer | None]) -> list[int]:
-    """Return the layers' mixer as the ops take it: kind, heads, sizes and taps; zeros: none."""
-    found = _the_mixer(mixers)
-    if isinstance(found, ShortConvolution):
-        return [1, 0, 0, 0, 0, found.taps]
-    if isinstance(found, GatedDeltaRule):
-        sizes = [found.num_key_heads, found.num_value_heads, found.key_size, found.value_size]
-        return [2, *sizes, found.taps]
-    if isinstance(found, Mamba2):
-        sizes = [found.num_groups, found.num_heads, found.key_size, found.value_size]
-        return [3, *sizes, found.taps]
-    return [0] * 6
-
-
-def mixer_numbers(mixers: Sequence[Mixer | None]) -> tuple[bool, list[float]]:
-    """Return, of Mamba-2, whether its norm is before the gate, and the limits of its steps.
-
-    Of others False and zeros.
-    """
-    found = _the_mixer(mixers)
-    if not isinstance(found, Mamba2):
-        return False, [0.0, 0.0]
-    return found.norm_first, [found.least_step, found.most_step]
-
-
-def _the_mixer(mixers: Sequence[Mixer | None]) -> Mixer | None:
-    return next((mixer for mixer in mixers if mixer is not None), None)

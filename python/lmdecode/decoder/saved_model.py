@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lmdecode._memory import bytes_of
 from lmdecode._ops import ops
-from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.huge_memory import new_memory
@@ -31,11 +30,11 @@ __all__ = [
 ]  # fmt: skip
 
 MANIFEST = "lmdecode.json"
-_VERSION = 4
+_VERSION = 5
 # Errors of reading a manifest that has facts of other types, or infinite numbers.
 _ERRORS_OF_FACTS = (
     AttributeError,
-    KeyError,
+    LookupError,
     OverflowError,
     RuntimeError,
     TypeError,
@@ -100,7 +99,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(folder, f"has a damaged {MANIFEST} ({error})") from error
     if version != _VERSION:
-        raise damaged(folder, f"is of version {version}, this is version {_VERSION}")
+        raise damaged(folder, f"is of version {version}, this is version {_VERSION}: pack it again")
     if crc != (expected := _checksum(manifest)):
         raise damaged(folder, f"has a damaged {MANIFEST} (its checksum is {crc}, not {expected})")
     return manifest
@@ -132,8 +131,6 @@ def save_packed(folder: Path, model: PackedModel, files: Mapping[str, bytes], **
     manifest: dict[str, Any] = {
         "version": _VERSION,
         "kind": next(kind for kind, of in _KINDS.items() if isinstance(model, of)),
-        "config": model.config_fields(),
-        "weight_format": model.weight_format,
         "facts": model.facts(),
         "weights": {"file": name, "bytes": sum(map(len, memory)), "crc32": crc},
         # Whether this or an earlier save made it: the user's own files stay.
@@ -153,21 +150,9 @@ def _packed_again(model: PackedModel, memory: Tensor) -> Tensor:
     """Return a model's weights in the order of this process's kernels; sizes are the same."""
     again = new_memory(memory.numel())
     again.copy_(memory)
-    for at, size in model.packed_parts(memory):
+    for at, size in model.packed_parts():
         again[at : at + size].copy_(ops.repack_linear(memory[at : at + size]))
     return again
-
-
-def _take(model: PackedModel, memory: Tensor) -> None:
-    """Give a model its weights; raise RuntimeError, TypeError or ValueError if they do not fit."""
-    model.take(memory)
-    if isinstance(model, PackedCausalModel):
-        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-        CausalCaches(model, 1, 1, max_rows=1).forward(nothing, nothing.view(0, 4), 0)
-        if model.mtp is not None:
-            rows = torch.empty(0, model.config.model_size, dtype=torch.float32, device="cpu")
-            caches = CausalCaches(model.mtp, 1, 1, max_rows=1)
-            caches.forward(nothing, nothing.view(0, 4), 0, hidden_in=rows)
 
 
 def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dict[str, Any]]:
@@ -177,10 +162,7 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dic
     """
     manifest = _read_manifest(folder)
     try:
-        weights = manifest["weights"]
-        model = _KINDS[manifest["kind"]].of_packed(
-            manifest["config"], manifest["weight_format"], manifest["facts"]
-        )
+        weights, kind, facts = manifest["weights"], _KINDS[manifest["kind"]], manifest["facts"]
         path, size, crc = folder / weights["file"], int(weights["bytes"]), int(weights["crc32"])
         configs = [name for name in _CONFIGS if name in manifest["files"]]
     except _ERRORS_OF_FACTS as error:
@@ -195,9 +177,12 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dic
     if verify and zlib.crc32(bytes_of(memory)) != crc:
         raise damaged(folder, f"has other bytes in {path.name} than were written")
     try:
-        is_own = is_cut_as_here(memory, model.first_packed())
-        _take(model, memory if is_own else _packed_again(model, memory))
-    except (RuntimeError, TypeError, ValueError) as error:
+        model = kind.of_memory(memory, facts)
+        is_own = is_cut_as_here(memory, model.packed_parts()[0][0])
+        if not is_own:
+            model = kind.of_memory(_packed_again(model, memory), facts)
+        model.check()
+    except _ERRORS_OF_FACTS as error:
         raise damaged(folder, f"has other weights than its {MANIFEST} says ({error})") from error
     if is_own and isinstance(model, PackedCausalModel):
         model.saved_hash = manifest.get("weights_hash")

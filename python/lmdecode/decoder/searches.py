@@ -76,10 +76,10 @@ class DecodingSearches:
         self.token_rules = token_rules
         self.tries: list[Trie | None] = [None] * slots if tries is None else list(tries)
         self._options = [SEARCH_DIALECTS[dialect], int(greedy), num_groups, num_candidates]
-        workspace_size = ops.decoding_workspace_bytes(
-            *decoder.of_layers[2:],
-            [slots, beams, capacity, num_groups, num_candidates, token_rules.bans.shape[1]],
-        )
+        sizes_of_search = [
+            slots, beams, capacity, num_groups, num_candidates, token_rules.bans.shape[1],
+        ]  # fmt: skip
+        workspace_size = int(ops.decoding_workspace_bytes(decoder.memory, sizes_of_search))
         sizes = (slots // num_groups, slots * beams, capacity, source)
         caches_size = 0 if caches is not None else caches_bytes(decoder.config, *sizes)
         size = caches_size + workspace_size
@@ -89,7 +89,7 @@ class DecodingSearches:
             caches = new_caches(decoder.config, *sizes, self._memory)
         self.caches = caches
         self._workspace = self._memory[caches_size : caches_size + workspace_size]
-        weights = sum(tensor.nbytes for tensor in decoder.of_model[:2])
+        weights = sum(tensor.nbytes for tensor in decoder.of_model)
         self._first_part = max(1, _BYTES_OF_FIRST_PART // max(1, weights))
 
     def read_memory(self, memory: Tensor, lengths: Tensor, requests: Tensor) -> None:
@@ -98,7 +98,7 @@ class DecodingSearches:
         ``lengths`` and ``requests``, [n] int64, are the valid positions of each, and its request.
         """
         ops.decoding_read_memory_(
-            *self.decoder.of_layers,
+            self.decoder.memory,
             list(self.caches),
             memory.contiguous(),
             lengths,

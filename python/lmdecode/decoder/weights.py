@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,132 +18,163 @@ from lmdecode.decoder.config import (
     LayerWeights,
     float32,
 )
-from lmdecode.decoder.huge_memory import SpareMemory, gather
+from lmdecode.decoder.huge_memory import SpareMemory, gather, new_memory
+from lmdecode.decoder.model_record import (
+    config_entries,
+    config_of,
+    places_of,
+    read_record,
+    record_bytes,
+    write_record,
+)
 from lmdecode.linear.formats import format_of_head, pack_weight
 
-__all__ = ["PackedDecoder", "PackedStack", "packed_layer"]
-
-_NO_PART = -1  # in a layout
+__all__ = ["PackedDecoder", "PackedStack", "pack_layer", "packed_fields", "packed_layer"]
 
 
-def _pack(weight: Tensor | None, weight_format: str) -> Tensor:
-    if weight is None:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return pack_weight(weight, weight_format)
-
-
-def _norm_gamma(config: Any, gamma: Tensor | None) -> Tensor | None:
-    """Layers have all of their norms; a gamma of None is 1."""
-    if gamma is None:
-        return torch.ones(config.model_size, dtype=torch.float32, device="cpu")
-    return gamma
-
-
-def pack_layer(config: Any, layer: Any, weight_format: str) -> list[Tensor]:
-    """Return the 22 tensors of a decoder's layer, or the 14 of an encoder's, which are checked."""
-    check_layer(config, layer)
-    packed = []
-    for name, tensor in layer._asdict().items():
-        if name in LINEAR_FIELDS:
-            packed.append(_pack(tensor, weight_format))
-        elif name.endswith("_gamma"):
-            packed.append(float32(_norm_gamma(config, tensor)))
-        else:
-            packed.append(float32(tensor))
+def packed_fields(weights: Any, weight_format: str) -> dict[str, Tensor]:
+    """Return the tensors that weights have, but for layers and embedding, packed or float32."""
+    packed = {}
+    for name, tensor in weights._asdict().items():
+        if tensor is None or name in ("embedding", "layers"):
+            continue
+        is_head = name == "logits"
+        kind = format_of_head(weight_format) if is_head else weight_format
+        is_linear = name in LINEAR_FIELDS
+        packed[name] = pack_weight(tensor, kind) if is_linear else float32(tensor)
     return packed
+
+
+def pack_layer(config: Any, layer: Any, weight_format: str) -> dict[str, Tensor]:
+    """Return the tensors of a layer of a decoder or an encoder, which are checked, by name.
+
+    Layers have all of their norms: a gamma of None is 1.
+    """
+    check_layer(config, layer)
+    one = torch.ones(config.model_size, dtype=torch.float32, device="cpu")
+    missing = {f: one for f in layer._fields if f.endswith("_gamma") and getattr(layer, f) is None}
+    return packed_fields(layer._replace(**missing), weight_format)
 
 
 class PackedStack:
     """The layers of a decoder or an encoder, with the weights around them, packed once.
 
-    ``tensors`` are float32, or uint8 if packed; missing ones are empty. The first is the embedding,
-    which is not copied if it is float32 already; the others are views of ``memory``, uint8 [bytes].
-    ``layer_tensors`` are those of the layers. ``layout``, int64 [layers + 1, columns], is the place
-    of each part: see csrc/bindings/decoder_checks.h. ``of_layers`` and ``of_model`` are the
-    arguments of ops that read the layers alone, or all of it.
+    ``embedding`` is float32, and not copied if it came so; it is empty if there is none. All other
+    weights are in ``memory``, uint8 [bytes], behind its record (model_record.py). ``parts`` are
+    views of it, by their names in the record: uint8 if packed, else float32. The ops take
+    ``of_model``, or ``memory`` alone if they read no tokens.
     """
 
     config: Any
     weight_format: str
-    tensors: list[Tensor]
-    model_fields: ClassVar[tuple[str, ...]] = ()
-    layer_fields: ClassVar[tuple[str, ...]] = LayerWeights._fields
+    kind: ClassVar[str] = "decoder"
+    config_type: ClassVar[type] = DecoderConfig
+    layer_type: ClassVar[Any] = LayerWeights
 
     @classmethod
-    def of_packed(
-        cls, config: Any, weight_format: str, tensors: list[Tensor], memory: Tensor
-    ) -> Self:
-        """Return a stack of the ``tensors`` of another one, which are kept as they are.
+    def of_memory(cls, embedding: Tensor, memory: Tensor) -> Self:
+        """Return a stack of the embedding and memory of another one, which are kept as they are.
 
-        That packed ones fit the config is for the ops to see.
+        Raises AttributeError, KeyError, TypeError or ValueError for another record. That parts fit
+        the config is for the ops to see.
         """
         stack = cls.__new__(cls)
-        stack._take(config, check_format("Decoding", weight_format, FORMATS), tensors, memory)
-        for name, tensor in zip(stack._names, tensors, strict=True):
-            if name not in LINEAR_FIELDS and tensor.numel():
-                check_fields(config, {name: tensor})
+        stack._take(embedding, memory)
         return stack
 
     def _gather(
-        self, config: Any, weight_format: str, embedding: Tensor, others: list[Tensor]
+        self,
+        config: Any,
+        weight_format: str,
+        embedding: Tensor,
+        parts: dict[str, Tensor],
+        layers: Iterable[dict[str, Tensor]],
     ) -> None:
-        """Move the packed tensors to one memory, and take it."""
-        memory = gather(others)
-        self._take(config, weight_format, [embedding, *others], memory)
+        """Move packed tensors to one memory, with its record, and take it."""
+        for i, layer in enumerate(layers):
+            parts |= {f"layers.{i}.{name}": tensor for name, tensor in layer.items()}
+        bias = parts.get("relative_bias")
+        record = {
+            "kind": self.kind,
+            "weight_format": weight_format,
+            "relative_bias_rows": 0 if bias is None else len(bias),
+            **config_entries(config),
+        }
+        names, tensors = list(parts), list(parts.values())
+        parts.clear()  # each is let go when it has been moved
+        room = record_bytes(config.num_layers)
+        memory = gather(tensors, room)
+        for name, tensor in zip(names, tensors, strict=True):
+            place = (tensor.data_ptr() - memory.data_ptr(), tensor.nbytes)
+            record[f"weights.{name}"] = place
+        write_record(memory, record, room, len(memory))
+        self._take(embedding, memory)
 
-    def _take(self, config: Any, weight_format: str, tensors: list[Tensor], memory: Tensor) -> None:
-        self.config, self.weight_format = config, weight_format
-        self.tensors, self.memory = tensors, memory
-        if len(tensors) != len(self._names):
-            raise ValueError(f"{len(tensors)} tensors; expected {len(self._names)}, from config")
-        places = [
-            tensor.data_ptr() - memory.data_ptr() if tensor.numel() else _NO_PART
-            for tensor in tensors[1:]
-        ]
-        columns, count = len(self.layer_fields), len(self.model_fields)
-        self.layer_tensors = tensors[1 + count :]
-        first = [*self._sizes_of_tables(), *places[:count]] if count else []
-        first += [_NO_PART] * (columns - len(first))
-        self.layout = torch.tensor(first + places[count:], device="cpu").view(-1, columns)
-        sizes, numbers = config.sizes(weight_format), config.numbers()
-        self.of_layers = (memory, self.layout, sizes, numbers)
-        self.of_model = (tensors[0], *self.of_layers)
+    def _take(self, embedding: Tensor, memory: Tensor) -> None:
+        record = read_record(memory)
+        self.config = config_of(self.config_type, record)
+        self.weight_format = check_format("Decoding", record["weight_format"], FORMATS)
+        self.embedding, self.memory = embedding, memory
+        if embedding.numel():
+            check_fields(self.config, {"embedding": embedding})
+        tables = {
+            "positions": (-1, self.config.model_size),
+            "relative_bias": (record["relative_bias_rows"], -1),
+        }
+        self.parts: dict[str, Tensor] = {}
+        for name, at, size in places_of(record):
+            part = memory[at : at + size]
+            if name.split(".")[-1] not in LINEAR_FIELDS:
+                part = part.view(torch.float32)
+            self.parts[name] = part.view(tables.get(name, (-1,)))
+        self.of_model = (embedding, memory)
+
+    def layer(self, number: int) -> Any:
+        """Return the packed weights of a layer."""
+        prefix = f"layers.{number}."
+        return self.layer_type._make(self.parts.get(prefix + f) for f in self.layer_type._fields)
 
     @property
-    def _names(self) -> list[str]:
-        """Name of each tensor."""
-        return ["embedding", *self.model_fields, *self.layer_fields * self.config.num_layers]
+    def num_distances(self) -> int | None:
+        """The distances of the relative bias; None: there is none."""
+        bias = self.parts.get("relative_bias")
+        return None if bias is None else bias.shape[1]
 
-    def _sizes_of_tables(self) -> tuple[int, int, int]:
-        """Return the rows of the positions, and rows and columns of the relative bias."""
-        positions, bias = self.tensors[1:3]
-        return (len(positions), *(bias.shape if bias.dim() == 2 else (0, 0)))
+    @property
+    def num_positions(self) -> int | None:
+        """The positions that have an embedding; None: there are no such embeddings."""
+        positions = self.parts.get("positions")
+        return None if positions is None else len(positions) - int(self.config.position_offset)
+
+    def packed_parts(self) -> list[tuple[int, int]]:
+        """Return where each packed weight begins in the memory, and its bytes."""
+        begin = self.memory.data_ptr()
+        parts = [p for name, p in self.parts.items() if name.split(".")[-1] in LINEAR_FIELDS]
+        return [(part.data_ptr() - begin, part.numel()) for part in parts]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each tensor by itself: with each part of a memory pickle writes the whole of it, and
-        # torch.save takes no memory of several dtypes.
-        embedding, *others = self.tensors
-        if embedding.untyped_storage().nbytes() != embedding.nbytes:
-            embedding = embedding.clone()
-        tensors = (embedding, [tensor.clone() for tensor in others])
-        return {"config": self.config, "weight_format": self.weight_format, "tensors": tensors}
+        # What is a part of another tensor's memory would be written with the whole of it.
+        def own(tensor: Tensor) -> Tensor:
+            is_own = tensor.untyped_storage().nbytes() == tensor.nbytes
+            return tensor if is_own else tensor.clone()
+
+        return {"embedding": own(self.embedding), "memory": own(self.memory)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._gather(state["config"], state["weight_format"], *state["tensors"])
+        memory = new_memory(len(state["memory"]))
+        self._take(state["embedding"], memory.copy_(state["memory"]))
 
 
 class PackedDecoder(PackedStack):
     """A decoder's weights, packed once.
 
-    ``weights`` are not kept, except for embeddings that are float32 already. ``num_positions`` and
-    ``num_distances`` count the position embeddings and the relative biases, or are None.
-    ``spare_memory`` holds caches and scratch of searches. ``translators`` is the cache of
-    ``Decoding.translate``, by its settings. Raises ValueError or TypeError that names the weight
-    with a wrong shape, dtype or type.
+    ``weights`` are not kept, except for embeddings that are float32 already. ``spare_memory`` holds
+    caches and scratch of searches. ``translators`` is the cache of ``Decoding.translate``, by its
+    settings. Raises ValueError or TypeError that names the weight with a wrong shape, dtype or
+    type.
     """
 
     config: DecoderConfig
-    model_fields = DecoderWeights._fields[1:-1]
 
     def __init__(
         self,
@@ -152,26 +184,14 @@ class PackedDecoder(PackedStack):
     ) -> None:
         weight_format = check_format("Decoding", weight_format, FORMATS)
         check_weights(config, weights)
-        tensors = [
-            float32(weights.positions),
-            float32(weights.relative_bias),
-            float32(weights.embedding_norm_gamma),
-            float32(weights.embedding_norm_beta),
-            float32(weights.final_norm_gamma),
-            float32(weights.final_norm_beta),
-            _pack(weights.logits, format_of_head(weight_format)),
-            float32(weights.logits_bias),
-        ]
-        for layer in weights.layers:
-            tensors += pack_layer(config, layer, weight_format)
-        self._gather(config, weight_format, float32(weights.embedding), tensors)
+        layers = (pack_layer(config, layer, weight_format) for layer in weights.layers)
+        embedding = float32(weights.embedding)
+        parts = packed_fields(weights, weight_format)
+        self._gather(config, weight_format, embedding, parts, layers)
 
-    def _take(self, config: DecoderConfig, *packed: Any) -> None:
-        super()._take(config, *packed)
+    def _take(self, embedding: Tensor, memory: Tensor) -> None:
+        super()._take(embedding, memory)
         self.device = torch.device("cpu")
-        rows, _, distances = self._sizes_of_tables()
-        self.num_positions = rows - config.position_offset if rows else None
-        self.num_distances = distances or None
         self.spare_memory = SpareMemory()
         self.translators: dict[bytes, Any] = {}
 
@@ -179,5 +199,6 @@ class PackedDecoder(PackedStack):
 def packed_layer(config: Any, layer: Any, weight_format: str) -> PackedStack:
     """Return a checked layer of a decoder, the only one of its config."""
     stack = PackedStack()
-    stack._gather(config, weight_format, float32(None), pack_layer(config, layer, weight_format))
+    layers = [pack_layer(config, layer, weight_format)]
+    stack._gather(config, weight_format, float32(None), {}, layers)
     return stack

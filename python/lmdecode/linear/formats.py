@@ -13,7 +13,6 @@ __all__ = [
     "AS_IT_IS",
     "FORMATS",
     "FORMATS_WITH_ZEROS",
-    "OWN_FORMATS",
     "check_linear_format",
     "format_of_head",
     "format_of_kind",
@@ -22,6 +21,7 @@ __all__ = [
     "is_cut_as_here",
     "is_kept",
     "most_packed_bytes",
+    "numel_of_packed",
     "pack_weight",
     "pack_weight_into",
     "packed_bytes",
@@ -48,8 +48,6 @@ _HEADER_FIELDS = (slice(4, 8), slice(24, 32), slice(32, 40))
 _MAX_FORMAT = 23
 #: The format of a model that keeps each weight in its format of origin.
 AS_IT_IS = "file"
-#: To the ops of whole models: each weight has its own format.
-OWN_FORMATS = -1
 
 
 def check_linear_format(
@@ -196,20 +194,32 @@ def is_cut_as_here(memory: Tensor, at: int) -> bool:
     return torch.equal(ops.repack_linear(header), header)
 
 
-def parts_of_packed(memory: Tensor, at: int, out_features: int) -> list[tuple[int, int]]:
-    """Return the offsets and sizes in bytes of the parts of a packed weight."""
-    parts, left = [], out_features
-    while left > 0:
-        header = memory[at : at + _HEADER_BYTES].tolist()
-        number, inputs, outputs = (
-            int.from_bytes(bytes(header[field]), "little") for field in _HEADER_FIELDS
-        )
-        size = len(memory) + 1
+def _header_of_packed(memory: Tensor, at: int) -> tuple[int, int, int]:
+    """Return the format, inputs and outputs that a packed weight at a byte has in its header."""
+    header = memory[at : at + _HEADER_BYTES].tolist()
+    number, inputs, outputs = (
+        int.from_bytes(bytes(header[field]), "little") for field in _HEADER_FIELDS
+    )
+    return number, inputs, outputs
+
+
+def numel_of_packed(memory: Tensor, at: int) -> int:
+    """Return how many weights there are in a packed one at a byte."""
+    _, inputs, outputs = _header_of_packed(memory, at)
+    return inputs * outputs
+
+
+def parts_of_packed(memory: Tensor, at: int, size: int) -> list[tuple[int, int]]:
+    """Return the offsets and bytes of the packed weights that fill ``size`` bytes from one on."""
+    parts, end = [], at + size
+    while at < end:
+        number, inputs, outputs = _header_of_packed(memory, at)
+        size = end - at + 1
         # A weight takes two bits at least.
-        if number <= _MAX_FORMAT and 0 < outputs <= left and inputs * outputs <= 4 * len(memory):
+        if number <= _MAX_FORMAT and 0 < outputs and inputs * outputs <= 4 * (end - at):
             size = _packed_bytes((outputs, inputs), number)
-        if at < 0 or size > len(memory) - at:
+        if at < 0 or size > end - at:
             raise ValueError(f"a packed weight at byte {at} has a damaged header")
         parts.append((at, size))
-        at, left = at + size, left - outputs
+        at += size
     return parts

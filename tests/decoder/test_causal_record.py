@@ -1,0 +1,54 @@
+"""The ops read each part and each field that ``PackedCausalModel`` writes, by its name."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
+from lmdecode.decoder.model_record import config_of, places_of
+from tests.decoder.causal_steps import packed
+from tests.support.causal_models import CASES
+from tests.support.records import with_entries
+
+ops = torch.ops.lmdecode
+
+
+@pytest.mark.parametrize(("architecture", "variant"), CASES)
+def test_each_part_is_looked_at(architecture: str, variant: str) -> None:
+    model = packed(architecture, variant, "int8")
+    ops.causal_workspace_bytes(model.memory, [1, 1, 1])
+    for name, _, size in places_of(model.record):
+        memory = with_entries(model.memory, {f"weights.{name}": [1 << 40, size]})
+        with pytest.raises(ValueError, match=rf"weights\.{name} is at byte 1099511627776; expec"):
+            ops.causal_workspace_bytes(memory, [1, 1, 1])
+
+
+@pytest.mark.parametrize(("architecture", "variant"), CASES)
+def test_each_entry_is_read(architecture: str, variant: str) -> None:
+    """None is written that has no effect: what nothing reads is refused, and so are other types."""
+    model = packed(architecture, variant, "int8")
+    for name in model.record:
+        memory = with_entries(model.memory, {name: {}})
+        with pytest.raises(ValueError, match=r"^causal_workspace_bytes: ") as error:
+            ops.causal_workspace_bytes(memory, [1, 1, 1])
+        assert f"{name} is {{}}; expected" in str(error.value) or name == "kind"
+
+
+def test_each_part_is_in_some_case() -> None:
+    names = {
+        name.split(".")[-1] for case in CASES for name, _, _ in places_of(packed(*case).record)
+    }
+    of_mtp = {"embedding_norm_gamma", "hidden_norm_gamma", "embedding_projection",
+              "hidden_projection"}  # fmt: skip
+    fields = {*CausalWeights._fields, *CausalLayerWeights._fields} - {"layers", "mtp"}
+    assert fields - names - of_mtp == {"logits_bias"}
+    assert names <= fields
+
+
+@pytest.mark.parametrize(("architecture", "variant"), CASES)
+def test_the_config_is_that_of_the_record(architecture: str, variant: str) -> None:
+    model = packed(architecture, variant, "int8")
+    found = config_of(CausalConfig, model.record)
+    assert found == model.config
+    assert dataclasses.asdict(found) == dataclasses.asdict(model.config)
