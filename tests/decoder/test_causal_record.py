@@ -1,5 +1,6 @@
 """The ops read each part and each field that ``PackedCausalModel`` writes, by its name."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 
 from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
 from lmdecode.decoder.model_record import config_of, places_of
-from tests.decoder.causal_steps import packed
-from tests.support.causal_models import CASES
+from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, packed
+from tests.support.causal_models import CASES, random_tokens
 from tests.support.records import with_entries
 
 ops = torch.ops.lmdecode
@@ -52,3 +53,23 @@ def test_the_config_is_that_of_the_record(architecture: str, variant: str) -> No
     found = config_of(CausalConfig, model.record)
     assert found == model.config
     assert dataclasses.asdict(found) == dataclasses.asdict(model.config)
+
+
+HOSTILE = [-1, 0, 1 << 31, 1 << 40, (1 << 63) - 64, 10**30, 1e308, float("inf"), "x", None, True, [],
+           [0], [64, 64], [-64, 64], [64, 1 << 62], [1 << 62, 1 << 62], [[1]]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "variant"), CASES[::8])
+def test_hostile_values_are_refused_or_do_no_harm(architecture: str, variant: str) -> None:
+    """Each of each entry: read here, by the ops, and in a step; nothing but a ValueError comes."""
+    model = packed(architecture, variant, "int8")
+    caches = new_caches(model, 1, 32)
+    for name in model.record:
+        for value in HOSTILE:
+            memory = with_entries(model.memory, {name: value})
+            entry = Entry(0, random_tokens(3))
+            arguments = [memory, *forward_arguments(caches, entry)[1:]]
+            with contextlib.suppress(ValueError):
+                ops.causal_workspace_bytes(memory, [1, 1, 1])
+                ops.causal_forward_(*arguments)
+            caches.truncate([0], [0])
