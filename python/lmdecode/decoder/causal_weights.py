@@ -256,6 +256,10 @@ class PackedCausalModel:
         """Behind the model's record there is room for that of ``mtp``."""
         return record_bytes(self.config.num_layers) + record_bytes(1)
 
+    def first_packed(self) -> int:
+        """Return where a packed weight begins in the memory: the head."""
+        return int(self.record["weights.logits"][0])
+
     def packed_parts(self) -> list[tuple[int, int]]:
         """Return where each packed weight begins in the memory, and its bytes."""
         parts = [

@@ -144,6 +144,10 @@ class PackedEncoderDecoder:
         }
         return {"places": self._places, "sizes": sizes}
 
+    def first_packed(self) -> int:
+        """Return where a packed weight begins in the memory."""
+        return self.packed_parts()[0][0]
+
     def packed_parts(self) -> list[tuple[int, int]]:
         """Return where each packed weight begins in the memory, and its bytes."""
         parts = []

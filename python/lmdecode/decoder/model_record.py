@@ -115,8 +115,9 @@ def read_record(memory: Tensor) -> dict[str, Any]:
     text = bytes(bytes_of(memory[_HEAD.size : _HEAD.size + text_bytes]))
     if zlib.crc32(text) != crc:
         raise ValueError("the record has another checksum than its text")
-    pairs = [line.partition(" ") for line in text.decode("ascii").splitlines()]
-    return {name: json.loads(value) for name, _, value in pairs}
+    lines = [line.partition(" ") for line in text.decode("ascii").splitlines()]
+    values = json.loads(f"[{','.join(value for _, _, value in lines)}]")
+    return dict(zip((name for name, _, _ in lines), values, strict=True))
 
 
 def places_of(record: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:

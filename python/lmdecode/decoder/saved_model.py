@@ -178,7 +178,7 @@ def load_packed(folder: Path, *, verify: bool = False) -> tuple[PackedModel, dic
         raise damaged(folder, f"has other bytes in {path.name} than were written")
     try:
         model = kind.of_memory(memory, facts)
-        is_own = is_cut_as_here(memory, model.packed_parts()[0][0])
+        is_own = is_cut_as_here(memory, model.first_packed())
         if not is_own:
             model = kind.of_memory(_packed_again(model, memory), facts)
         model.check()
