@@ -24,7 +24,7 @@ from os import getpid
 from pathlib import Path
 
 from benchmarks.report import machine_line, markdown_table
-from lmdecode.decoder.config import FORMATS
+from lmdecode.linear.formats import FORMATS
 
 MODEL = "A, 6 layers"
 PARTS = {

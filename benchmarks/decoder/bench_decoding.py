@@ -15,7 +15,7 @@ from benchmarks.attention.peak import INSTRUCTIONS, multiply_add
 from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 from benchmarks.limits import slowest, streaming_read
-from lmdecode.decoder.checks import linear_shapes
+from lmdecode.models.checks import stack_shapes
 
 GROUP = "decoder"
 CALL, STEP = "translate 32 tokens", "a step of translation"
@@ -124,7 +124,7 @@ def _contestants(
 
 def _limit(decoder: Any, dtype: str, rows: int, steps: int) -> Callable[[], object] | None:
     """Return reads of the weights that steps multiply with, or the products if they take longer."""
-    shapes = linear_shapes(decoder.config)
+    shapes = stack_shapes(decoder.config)
     logits = math.prod(shapes.pop("logits"))
     for other in ("cross_key_value", "ffn_gate"):  # once a request, and of gated models
         shapes.pop(other)

@@ -15,8 +15,9 @@ import lmdecode
 from benchmarks.attention.peak import INSTRUCTIONS, multiply_add
 from benchmarks.decoder.bench_decoding import TRANSFORMERS, make_model
 from benchmarks.harness import LIMIT, OURS, Case, Contestant
-from lmdecode.decoder.checks import linear_shapes
-from lmdecode.decoder.encoder import EncoderConfig, PackedEncoder
+from lmdecode.models.checks import stack_shapes
+from lmdecode.models.configs import EncoderConfig
+from lmdecode.models.packed_stack import PackedEncoder
 
 GROUP = "encoder"
 SENTENCES, SPEECH = "sentences of 20 to 40 tokens", "frames of speech"
@@ -43,7 +44,7 @@ def _whisper(layers: int, size: int, frames: int) -> Any:
 
 def _limit(config: EncoderConfig, lengths: Tensor, dtype: str) -> Callable[[], object] | None:
     """Return all products: of the linear layers in ``dtype``, of attention as ours does them."""
-    shapes = linear_shapes(config)
+    shapes = stack_shapes(config)
     if not config.gated:
         del shapes["ffn_gate"]
     linear = int(lengths.sum()) * sum(map(math.prod, shapes.values()))

@@ -30,8 +30,8 @@ from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import LIMIT, OURS, Case, Contestant, Effort, Result
 from benchmarks.limits import streaming_read
 from benchmarks.report import markdown_table
-from lmdecode.decoder.config import FORMATS
-from lmdecode.decoder.huge_memory import new_memory
+from lmdecode.linear.formats import FORMATS
+from lmdecode.models.huge_memory import new_memory
 
 GROUP = "whole_model"
 PREFILL, STEP, ATTENTION = "prefill", "a step", "attention of a step"

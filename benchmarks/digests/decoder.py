@@ -12,9 +12,9 @@ import torch
 
 import lmdecode
 from benchmarks.digests.kinds import FORMATS, Kinds, Parts
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.encoder import PackedEncoder
 from lmdecode.linear.quantized_weight import KINDS as BLOCKS
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.packed_stack import PackedEncoder
 from tests.decoder import test_encoder_reference as encoders
 from tests.decoder.causal_steps import (
     Entry,

@@ -1,5 +1,5 @@
 // Arguments of the ops of decoder-only models to kernel parameters.
-// python/lmdecode/decoder/causal_weights.py and causal_caches.py make the tensors that come here.
+// python/lmdecode/decoder/causal_caches.py makes the tensors that come here.
 #pragma once
 
 #include <vector>

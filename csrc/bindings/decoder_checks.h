@@ -1,5 +1,5 @@
-// Arguments of the decoder ops to kernel parameters. python/lmdecode/decoder/weights.py and
-// python/lmdecode/decoder/state.py make the tensors that come here.
+// Arguments of the decoder ops to kernel parameters. python/lmdecode/decoder/state.py makes the
+// tensors that come here.
 #pragma once
 
 #include <optional>

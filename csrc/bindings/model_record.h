@@ -1,8 +1,7 @@
 // The packed weights of a model, in one memory. It begins with a record: a head, then text, a line
 // for each entry, `name value`. Entries config.* are the fields of a config, weights.* the place of
 // each part ([offset, bytes], from the beginning of the memory), layers.* what packing has decided
-// of a layer. An entry that is absent is 0, or none. python/lmdecode/decoder/model_record.py writes
-// it.
+// of a layer. An entry that is absent is 0, or none. python/lmdecode/models/record.py writes it.
 #pragma once
 
 #include <array>

@@ -17,7 +17,7 @@ enum class MixerKind : int32_t {
 constexpr int64_t kMostTaps = 16;
 constexpr int64_t kMostHeadSize = 1024;  // of keys, and of values
 
-// Sizes, the same in all layers of a model. python/lmdecode/decoder/mixers.py says what is
+// Sizes, the same in all layers of a model. python/lmdecode/models/mixers.py says what is
 // computed. In Mamba-2, keys are B, queries C and values x.
 struct MixerConfig {
   MixerKind kind = MixerKind::kNone;

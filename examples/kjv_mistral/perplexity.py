@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import lmdecode
 from lmdecode.decoder.causal_caches import CACHE_DTYPES, CausalCaches
-from lmdecode.decoder.config import FORMATS
+from lmdecode.linear.formats import FORMATS
 
 MODEL = Path(__file__).resolve().parent / "model"
 

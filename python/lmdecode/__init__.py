@@ -200,7 +200,7 @@ __all__ = [
 
 _AREAS = (
     "attention", "beam", "compat", "decoder", "formats", "integrations", "kv_cache", "linear",
-    "readers", "reference", "sampling", "serving", "speech", "store",
+    "models", "readers", "reference", "sampling", "serving", "speech", "store",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lmdecode.decoder.causal_caches import CacheParts, row_format
-from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.system import cpu_capability
 
 if TYPE_CHECKING:

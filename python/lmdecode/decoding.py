@@ -14,12 +14,11 @@ from torch import Tensor
 
 from lmdecode._checks import check_bool
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.decoding import PackedDecoding
 from lmdecode.decoder.device_loop import DeviceDecoder
-from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
-from lmdecode.decoder.saved_model import damaged_configs
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.packed_stack import PackedDecoder
+from lmdecode.models.saved import PackedEncoderDecoder, damaged_configs
 
 __all__ = ["Decoding"]
 

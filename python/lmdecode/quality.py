@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lmdecode._checks import check_int, is_int, type_error
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.decoding import PackedDecoding
 from lmdecode.decoder.engine.request import TokenLogprob
+from lmdecode.models.packed_causal import PackedCausalModel
 
 __all__ = ["Perplexity", "bits_per_weight", "perplexity", "token_logprobs"]
 

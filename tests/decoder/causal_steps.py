@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
-from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.models.configs import CausalConfig
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.weights import CausalWeights
 from lmdecode.readers.transformers.causal_models import causal_model_of
 from tests.support.causal_models import model_of, random_config, random_model
 

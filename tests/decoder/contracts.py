@@ -93,7 +93,7 @@ def causal_steps() -> Call:
 
 def hidden_rows() -> Call:
     """Return a call of a model that reads hidden rows, and gives them."""
-    from lmdecode.decoder.causal_weights import PackedCausalModel
+    from lmdecode.models.packed_causal import PackedCausalModel
     from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, parts
     from tests.support.causal_models import random_tokens
 

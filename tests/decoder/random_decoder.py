@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
+from lmdecode.models.configs import DecoderConfig
+from lmdecode.models.weights import DecoderWeights, LayerWeights
 
 KINDS: dict[str, dict[str, Any]] = {
     "post_norm": {"activation": "relu"},

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 import lmdecode
-from lmdecode.decoder.causal_weights import PackedCausalModel
+from lmdecode.models.packed_causal import PackedCausalModel
 from tests.support.causal_models import CASES, PAD, VOCAB, random_model, random_tokens
 from tests.support.drafts import counted, decoding_of, noisy, padded
 from tests.support.releases import BEFORE_5_14

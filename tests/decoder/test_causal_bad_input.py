@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.model_record import read_record, record_bytes
+from lmdecode.models.record import read_record, record_bytes
 from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, packed, state, step
 from tests.support.causal_models import VOCAB, WINDOW, random_tokens
 from tests.support.op_contract import assert_op_refuses

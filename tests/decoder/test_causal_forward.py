@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lmdecode import reference
 from lmdecode.decoder.causal_caches import BLOCK_SIZE
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.config import FORMATS
-from lmdecode.linear.formats import format_of_head
+from lmdecode.linear.formats import FORMATS, format_of_head
+from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.reference import causal as causal_reference
 from lmdecode.reference.causal import CausalCache, causal_logits
 from tests.decoder.causal_steps import (

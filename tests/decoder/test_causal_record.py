@@ -6,8 +6,9 @@ import dataclasses
 import pytest
 import torch
 
-from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
-from lmdecode.decoder.model_record import config_of, places_of
+from lmdecode.models.configs import CausalConfig
+from lmdecode.models.record import config_of, places_of
+from lmdecode.models.weights import CausalLayerWeights, CausalWeights
 from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, packed
 from tests.support.causal_models import CASES, random_tokens
 from tests.support.records import with_entries
@@ -55,8 +56,8 @@ def test_the_config_is_that_of_the_record(architecture: str, variant: str) -> No
     assert dataclasses.asdict(found) == dataclasses.asdict(model.config)
 
 
-HOSTILE = [-1, 0, 1 << 31, 1 << 40, (1 << 63) - 64, 10**30, 1e308, float("inf"), "x", None, True, [],
-           [0], [64, 64], [-64, 64], [64, 1 << 62], [1 << 62, 1 << 62], [[1]]]  # fmt: skip
+HOSTILE = [-1, 0, 1 << 31, 1 << 40, (1 << 63) - 64, 10**30, 1e308, float("inf"), "x", None, True,
+           [], [0], [64, 64], [-64, 64], [64, 1 << 62], [1 << 62, 1 << 62], [[1]]]  # fmt: skip
 
 
 @pytest.mark.parametrize(("architecture", "variant"), CASES[::8])

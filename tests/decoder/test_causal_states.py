@@ -10,9 +10,9 @@ import torch
 
 import lmdecode
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.causal_config import CausalConfig
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.mixers import GatedDeltaRule, ShortConvolution
+from lmdecode.models.configs import CausalConfig
+from lmdecode.models.mixers import GatedDeltaRule, ShortConvolution
+from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.readers.transformers.causal_models import causal_model_of
 from lmdecode.reference.causal import causal_logits
 from tests.decoder.causal_steps import (

@@ -10,7 +10,7 @@ from transformers import TextStreamer
 
 import lmdecode
 from lmdecode import BeamRequest, DecoderLayer, Decoding, gather_tree
-from lmdecode.decoder.config import DecoderConfig
+from lmdecode.models.configs import DecoderConfig
 from tests.decoder.decoder_models import VOCAB, make_inputs, make_model, pair
 from tests.decoder.random_decoder import random_decoder
 from tests.support.op_contract import WrongCall, assert_refused, wrong_calls

@@ -11,10 +11,10 @@ import lmdecode
 from lmdecode import BeamRequest
 from lmdecode.beam.state import beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import new_token_rules
-from lmdecode.decoder.huge_memory import new_memory
-from lmdecode.decoder.model_record import read_record
 from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.models.huge_memory import new_memory
+from lmdecode.models.packed_stack import PackedDecoder
+from lmdecode.models.record import read_record
 from tests.decoder.random_decoder import random_decoder
 from tests.support.records import with_entries
 

@@ -12,7 +12,8 @@ import torch
 import lmdecode
 from lmdecode import BeamRequest, BeamResult, BeamSearch
 from lmdecode.decoder import searches
-from lmdecode.decoder.config import DecoderConfig, DecoderWeights
+from lmdecode.models.configs import DecoderConfig
+from lmdecode.models.weights import DecoderWeights
 from lmdecode.reference.decoder import decoder_logits
 from tests.decoder.random_decoder import KINDS, random_decoder
 

@@ -11,8 +11,8 @@ import transformers
 from transformers import BloomConfig, MvpConfig
 
 import lmdecode
-from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers import pack_linears_
+from lmdecode.models.packed_stack import PackedDecoder
 from tests.decoder.decoder_models import make_inputs, make_model
 from tests.support.causal_models import random_model, random_tokens
 

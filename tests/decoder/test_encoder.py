@@ -11,9 +11,11 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-from lmdecode.decoder.encoder import EncoderConfig, EncoderWeights, PackedEncoder
-from lmdecode.decoder.model_record import read_record
 from lmdecode.integrations.transformers.decoding.encoding import ModelEncoder
+from lmdecode.models.configs import EncoderConfig
+from lmdecode.models.packed_stack import PackedEncoder
+from lmdecode.models.record import read_record
+from lmdecode.models.weights import EncoderWeights
 from lmdecode.readers.transformers.encoder_decoder import encoder_of
 from tests.support.op_contract import on_threads
 from tests.support.records import with_entries

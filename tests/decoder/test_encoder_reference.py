@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 import lmdecode
-from lmdecode.decoder.encoder import (
-    EncoderConfig,
-    EncoderLayerWeights,
-    EncoderWeights,
-    PackedEncoder,
-)
+from lmdecode.models.configs import EncoderConfig
+from lmdecode.models.packed_stack import PackedEncoder
+from lmdecode.models.weights import EncoderLayerWeights, EncoderWeights
 from lmdecode.reference.encoder import encoder_forward
 from tests.support.quantized_once import quantized_once  # noqa: F401
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lmdecode
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.config import FORMATS
+from lmdecode.linear.formats import FORMATS
+from lmdecode.models.packed_causal import PackedCausalModel
 from tests.decoder.causal_steps import (
     Entry,
     generated_logits,

@@ -12,10 +12,10 @@ import torch
 
 import lmdecode
 from lmdecode import BeamRequest
-from lmdecode.decoder import huge_memory
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.huge_memory import SpareMemory, gather, new_memory
+from lmdecode.models import huge_memory
+from lmdecode.models.huge_memory import SpareMemory, gather, new_memory
+from lmdecode.models.packed_causal import PackedCausalModel
 from tests.decoder.causal_steps import parts
 from tests.decoder.random_decoder import random_decoder
 

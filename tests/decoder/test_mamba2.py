@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
-from lmdecode.decoder.causal_weight_checks import linear_shapes, state_shapes
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.mixers import Mamba2
+from lmdecode.models.checks import linear_shapes, state_shapes
+from lmdecode.models.configs import CausalConfig
+from lmdecode.models.mixers import Mamba2
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.weights import CausalLayerWeights, CausalWeights
 from lmdecode.readers.transformers.causal_models import causal_model_of
 from lmdecode.reference.causal import causal_logits
 from tests.decoder.causal_steps import (

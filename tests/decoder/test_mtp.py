@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import lmdecode
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.model_record import record_bytes
+from lmdecode.models.record import record_bytes
 from lmdecode.reference.causal import causal_hidden, causal_logits
 from tests.support.causal_models import random_tokens
 from tests.support.mtp_models import MtpModel, mtp_model, write_folder

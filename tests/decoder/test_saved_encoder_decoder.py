@@ -17,10 +17,10 @@ import torch
 from transformers import GenerationConfig, MarianConfig, MarianMTModel
 
 import lmdecode
-from lmdecode.decoder.config import FORMATS
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.demo.peak_memory import peak_memory
 from lmdecode.integrations.transformers import pack_linears_
+from lmdecode.linear.formats import FORMATS
 from lmdecode.readers.transformers import stand_in
 from lmdecode.readers.transformers.encoder_decoder import decoder_of
 from tests.decoder.decoder_models import (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lmdecode
-from lmdecode.decoder.config import FORMATS
+from lmdecode.linear.formats import FORMATS
 from lmdecode.readers.transformers.causal_models import causal_model_of
 from tests.support.causal_models import random_model, random_tokens
 from tests.support.other_capability import call_elsewhere

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lmdecode.decoder.model_record import own_bytes_of, read_record, record_bytes, write_record
+from lmdecode.models.record import own_bytes_of, read_record, record_bytes, write_record
 
 __all__ = ["with_entries"]
 

@@ -12,9 +12,9 @@ from lmdecode.cli import COMMANDS
 from lmdecode.cli.errors import CommandError
 from lmdecode.cli.options import MODEL_HELP, be_quiet, set_threads
 from lmdecode.cli.terminal import busy
-from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
+from lmdecode.models.saved import MANIFEST
 from lmdecode.readers.gguf.reader import is_gguf
 from lmdecode.readers.tokenizer_files import converted_tokenizer
 from lmdecode.serving.text_model import DEFAULT_DTYPE, local_path

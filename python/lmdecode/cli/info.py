@@ -13,7 +13,7 @@ import torch
 import lmdecode
 from lmdecode.cli import COMMANDS
 from lmdecode.cli.options import MODEL_HELP
-from lmdecode.decoder.saved_model import MANIFEST
+from lmdecode.models.saved import MANIFEST
 from lmdecode.readers.ctranslate2.folder import is_ctranslate2
 from lmdecode.readers.gguf.reader import GgufFile, is_gguf
 from lmdecode.serving.text_model import local_path

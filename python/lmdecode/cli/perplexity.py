@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lmdecode._checks import check_format, install_hint
 from lmdecode._tables import aligned_table
-from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
+from lmdecode.models.saved import MANIFEST
 from lmdecode.quality import Perplexity, bits_per_weight, perplexity
 from lmdecode.readers.gguf.reader import is_gguf
 from lmdecode.readers.gguf.tokenizer import load_tokenizer, tokenizer_path

@@ -16,9 +16,9 @@ from lmdecode.cli import COMMANDS
 from lmdecode.cli.errors import CommandError
 from lmdecode.cli.options import MODEL_HELP, be_quiet, check_at_least_1, set_threads
 from lmdecode.cli.terminal import busy
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.saved import MANIFEST
 from lmdecode.serving.text_model import DEFAULT_DTYPE, local_path
 
 __all__ = ["add_command"]

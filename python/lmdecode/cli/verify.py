@@ -36,9 +36,10 @@ from lmdecode.cli.verify_texts import (
     write_alone,
     write_in_a_batch,
 )
-from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
-from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
+from lmdecode.models.configs import CausalConfig
+from lmdecode.models.saved import MANIFEST
+from lmdecode.models.weights import CausalLayerWeights, CausalWeights
 from lmdecode.serving.text_model import local_path
 
 __all__ = ["add_command"]

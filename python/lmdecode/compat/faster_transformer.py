@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lmdecode._checks import check_int, dtype_name, type_error
 from lmdecode._ops import ops
-from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.decoder.layer import gather_tree
 from lmdecode.decoder.state import DecodingCaches, new_caches, padded
-from lmdecode.decoder.weights import PackedDecoder, packed_layer
+from lmdecode.models.configs import DecoderConfig
+from lmdecode.models.packed_stack import PackedDecoder, packed_layer
+from lmdecode.models.weights import DecoderWeights, LayerWeights
 
 __all__ = ["decoder", "decoding", "gather_tree"]
 

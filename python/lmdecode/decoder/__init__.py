@@ -7,9 +7,9 @@ from typing import Any
 
 from lmdecode.decoder.batch import DecodingBatch
 from lmdecode.decoder.causal_batch import CausalBatch
-from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
-from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights
 from lmdecode.decoder.layer import DecoderLayer, gather_tree
+from lmdecode.models.configs import CausalConfig, DecoderConfig
+from lmdecode.models.weights import CausalLayerWeights, CausalWeights, DecoderWeights, LayerWeights
 
 Decoding: Any
 

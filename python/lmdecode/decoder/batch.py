@@ -20,7 +20,7 @@ from lmdecode.beam.token_rules import ALWAYS, new_token_rules
 from lmdecode.decoder.checks import check_memory
 from lmdecode.decoder.search_slots import SearchSlots
 from lmdecode.decoder.searches import check_length
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.models.packed_stack import PackedDecoder
 
 __all__ = ["DecodingBatch"]
 

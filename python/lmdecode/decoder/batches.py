@@ -8,12 +8,12 @@ from typing import Any, overload
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.decoder.batch import DecodingBatch
 from lmdecode.decoder.causal_batch import CausalBatch
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.device_loop import DeviceDecoder
 from lmdecode.decoder.engine import Engine
 from lmdecode.decoder.engine.model_drafts import drafting_of
 from lmdecode.decoder.spares import Spares
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.packed_stack import PackedDecoder
 
 __all__ = ["Batches"]
 

@@ -17,10 +17,10 @@ from lmdecode.decoder.causal_caches import (
     CausalCaches,
     check_sizes_of_batch,
 )
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.request import DrawnSequence
 from lmdecode.decoder.engine.rows import LoopSequence, ReadRows, SearchedRows
 from lmdecode.decoder.engine.steps import CausalSteps
+from lmdecode.models.packed_causal import PackedCausalModel
 
 __all__ = ["CausalBatch"]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lmdecode._checks import check_int
 from lmdecode._ops import ops
-from lmdecode.decoder.causal_config import Heads
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.huge_memory import new_memory
+from lmdecode.models.configs import Heads
+from lmdecode.models.huge_memory import new_memory
+from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.sampling.sampler import DrawingRows
 
 __all__ = [

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmdecode.decoder.config import DecoderConfig, LayerWeights
 from lmdecode.decoder.state import DecodingCaches
-from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.linear import PackedLinear, layer_norm
+from lmdecode.models.configs import DecoderConfig
+from lmdecode.models.packed_stack import PackedDecoder
+from lmdecode.models.weights import LayerWeights
 
 __all__ = ["CrossAttention"]
 

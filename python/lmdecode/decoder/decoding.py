@@ -11,19 +11,19 @@ import torch
 from lmdecode._checks import check_format, type_error
 from lmdecode.decoder.batches import Batches
 from lmdecode.decoder.causal_caches import CACHE_DTYPES
-from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.checks import check_weights
-from lmdecode.decoder.config import DecoderConfig, DecoderWeights
 from lmdecode.decoder.device_loop import DeviceDecoder
-from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
-from lmdecode.decoder.saved_model import (
+from lmdecode.models.checks import check_weights
+from lmdecode.models.configs import CausalConfig, DecoderConfig
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.packed_stack import PackedDecoder
+from lmdecode.models.saved import (
+    PackedEncoderDecoder,
     check_unchanged,
     damaged_configs,
     load_packed,
     save_packed,
 )
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.models.weights import CausalWeights, DecoderWeights
 
 __all__ = ["PackedDecoding"]
 

@@ -10,16 +10,12 @@ from torch.nn import functional
 
 from lmdecode._checks import check_format
 from lmdecode._ops import ops
-from lmdecode.decoder.checks import check_weights
-from lmdecode.decoder.config import (
-    ACTIVATIONS,
-    DecoderConfig,
-    DecoderWeights,
-    LayerWeights,
-    bias_of_layer,
-)
 from lmdecode.decoder.spares import Spares
 from lmdecode.decoder.state import padded
+from lmdecode.linear import ACTIVATIONS
+from lmdecode.models.checks import check_weights
+from lmdecode.models.configs import DecoderConfig
+from lmdecode.models.weights import DecoderWeights, LayerWeights, bias_of_layer
 
 __all__ = ["DeviceDecoder", "DeviceForward"]
 

@@ -15,10 +15,13 @@ from lmdecode._checks import (
     type_error,
 )
 from lmdecode._ops import ops
-from lmdecode.decoder.checks import check_floats, indices
-from lmdecode.decoder.config import FORMATS, DecoderConfig, LayerWeights, float32
+from lmdecode.decoder.checks import indices
 from lmdecode.decoder.state import DecodingCaches, new_caches
-from lmdecode.decoder.weights import packed_layer
+from lmdecode.linear.formats import FORMATS
+from lmdecode.models.checks import check_floats
+from lmdecode.models.configs import DecoderConfig
+from lmdecode.models.packed_stack import packed_layer
+from lmdecode.models.weights import LayerWeights, float32
 
 __all__ = ["DecoderLayer", "gather_tree"]
 

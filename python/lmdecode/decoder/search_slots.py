@@ -13,9 +13,9 @@ from lmdecode.beam.engine.slots import begin_search
 from lmdecode.beam.ops import beam_finalize
 from lmdecode.beam.state import BeamFinal, BeamState, beam_parameters, new_beam_state
 from lmdecode.beam.token_rules import TokenRules, write_token_rules
-from lmdecode.decoder.huge_memory import gather
 from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.models.huge_memory import gather
+from lmdecode.models.packed_stack import PackedDecoder
 
 __all__ = ["SearchSlots"]
 

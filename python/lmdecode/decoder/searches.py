@@ -15,9 +15,9 @@ from lmdecode.beam.state import SEARCH_DIALECTS, BeamParameters, BeamState, Sear
 from lmdecode.beam.token_rules import TokenRules, new_token_rules
 from lmdecode.beam.trie import Trie, tensors_of_tries
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
-from lmdecode.decoder.huge_memory import new_memory
 from lmdecode.decoder.state import DecodingCaches, caches_bytes, new_caches
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.models.huge_memory import new_memory
+from lmdecode.models.packed_stack import PackedDecoder
 
 __all__ = ["DecodingSearches", "check_length", "length_limits", "new_searches"]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmdecode.decoder.config import DecoderConfig
+from lmdecode.models.configs import DecoderConfig
 
 __all__ = ["DecodingCaches", "caches_bytes", "new_caches"]
 

@@ -11,7 +11,7 @@ from lmdecode.beam.token_rules import repeat_token_rules
 from lmdecode.decoder.search_slots import SearchSlots
 from lmdecode.decoder.spares import Spares
 from lmdecode.decoder.state import caches_bytes, padded
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.models.packed_stack import PackedDecoder
 
 __all__ = ["Translator"]
 

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.linear.formats import is_kept
+from lmdecode.models.saved import MANIFEST
 from lmdecode.readers.ctranslate2.folder import is_ctranslate2
 from lmdecode.readers.gguf.reader import is_gguf
 from lmdecode.readers.gguf.tokenizer import tokenizer_files

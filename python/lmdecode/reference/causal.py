@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights, CausalWeights
-from lmdecode.decoder.experts import ExpertsConfig
-from lmdecode.decoder.mixers import GatedDeltaRule, Mamba2, ShortConvolution
+from lmdecode.models.configs import CausalConfig, ExpertsConfig
+from lmdecode.models.mixers import GatedDeltaRule, Mamba2, ShortConvolution
+from lmdecode.models.weights import CausalLayerWeights, CausalWeights
 from lmdecode.reference.decoder import activated, feed_forward, normed
 
 __all__ = [

@@ -10,9 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights
-from lmdecode.decoder.config import DecoderConfig, DecoderWeights, LayerWeights, bias_of_layer
-from lmdecode.decoder.encoder import EncoderConfig, EncoderLayerWeights
+from lmdecode.models.configs import CausalConfig, DecoderConfig, EncoderConfig
+from lmdecode.models.weights import (
+    CausalLayerWeights,
+    DecoderWeights,
+    EncoderLayerWeights,
+    LayerWeights,
+    bias_of_layer,
+)
 
 __all__ = [
     "activated",

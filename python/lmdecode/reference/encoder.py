@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmdecode.decoder.config import bias_of_layer
-from lmdecode.decoder.encoder import EncoderConfig, EncoderLayerWeights, EncoderWeights
+from lmdecode.models.configs import EncoderConfig
+from lmdecode.models.weights import EncoderLayerWeights, EncoderWeights, bias_of_layer
 from lmdecode.reference.decoder import Linear, feed_forward, normed, residual, self_attention
 from lmdecode.reference.linear import packed_linear
 

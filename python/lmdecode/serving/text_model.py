@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from lmdecode._checks import check_format, install_hint, is_int
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
 from lmdecode.generation_options import OPTIONS
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.saved import MANIFEST
 from lmdecode.readers.gguf.reader import GgufFile, is_gguf
 from lmdecode.serving.chat_template import ChatTemplate
 from lmdecode.serving.errors import BadRequest

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from lmdecode._checks import type_error
 from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder
-from lmdecode.decoder.encoder_decoder import PackedEncoderDecoder
 from lmdecode.decoder.engine.steps import memory_rows
-from lmdecode.decoder.saved_model import MANIFEST, check_unchanged, load_packed
-from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.decoding import Decoding
+from lmdecode.models.packed_stack import PackedDecoder
+from lmdecode.models.saved import MANIFEST, PackedEncoderDecoder, check_unchanged, load_packed
 from lmdecode.speech.features import LogMel
 from lmdecode.speech.languages import LANGUAGES, code_of_language
 from lmdecode.speech.tokenizer import SpeechTokenizer, load_tokenizer

@@ -12,9 +12,10 @@ import transformers
 from transformers.pytorch_utils import Conv1D
 
 import lmdecode
-from lmdecode.decoder.causal_config import CausalConfig, CausalLayerWeights
-from lmdecode.decoder.causal_weight_checks import linear_shapes, state_shapes
-from lmdecode.decoder.mixers import GatedDeltaRule
+from lmdecode.models.checks import linear_shapes, state_shapes
+from lmdecode.models.configs import CausalConfig
+from lmdecode.models.mixers import GatedDeltaRule
+from lmdecode.models.weights import CausalLayerWeights
 from lmdecode.readers.transformers.architectures import CAUSAL_MODEL_TYPES
 from lmdecode.readers.transformers.causal_models import causal_model_of
 from lmdecode.reference.causal import CausalCache, causal_logits

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import lmdecode
-from lmdecode.decoder.experts import ExpertMatrices
 from lmdecode.linear.quantized_weight import JoinedWeight, QuantizedWeight
+from lmdecode.models.weights import ExpertMatrices
 from lmdecode.readers.gguf.model import load_parts
 from tests.support.causal_models import model_of, random_config, random_tokens
 from tests.support.gguf_checks import (

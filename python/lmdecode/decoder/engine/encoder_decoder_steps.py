@@ -15,7 +15,7 @@ from lmdecode.beam.token_rules import new_token_rules
 from lmdecode.decoder.engine.request import DrawnSequence, WrittenSequence
 from lmdecode.decoder.engine.rows import Ended, FollowingCaches, ReadRows, SearchedRows, StepLogits
 from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.models.packed_stack import PackedDecoder
 
 __all__ = ["EncoderDecoderSteps"]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from lmdecode._checks import check_number
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.decoder.engine.request import (
     SECONDS_AHEAD,
@@ -27,8 +26,9 @@ from lmdecode.decoder.engine.request import (
 from lmdecode.decoder.engine.rows import DrawnRows, Ended, SearchedRows
 from lmdecode.decoder.engine.steps import causal_parts, encoder_decoder_parts
 from lmdecode.decoder.engine.submission import Encoder, RequestParameters
-from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.decoder.worker_threads import release_worker_threads, stopped_at_exit
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.packed_stack import PackedDecoder
 
 __all__ = ["Engine", "EngineStats"]
 

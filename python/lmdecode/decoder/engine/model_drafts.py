@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from lmdecode._checks import check_choice, check_count, check_int, check_number, type_error
 from lmdecode.decoder.causal_caches import CHECKPOINT_INTERVAL, CausalCaches
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.drafts import DraftAsk, Drafting, HiddenRows, PromptLookup
 from lmdecode.decoder.engine.prompts import (
     Places,
@@ -24,6 +23,7 @@ from lmdecode.decoder.engine.prompts import (
     common_length,
 )
 from lmdecode.decoder.engine.request import ReadSequence
+from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.sampling.sampler import CompactSampler
 from lmdecode.sampling.sampler_rows import RowRules
 

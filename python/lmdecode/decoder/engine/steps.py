@@ -16,7 +16,6 @@ from lmdecode.decoder.causal_caches import (
     CausalCaches,
     check_sizes_of_batch,
 )
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.drafts import DraftAsk, Drafting, Drafts, HiddenRows
 from lmdecode.decoder.engine.encoder_decoder_steps import EncoderDecoderSteps
 from lmdecode.decoder.engine.prompts import (
@@ -40,7 +39,8 @@ from lmdecode.decoder.engine.rows import (
 )
 from lmdecode.decoder.engine.submission import Encoder, EncoderInputs, Submission
 from lmdecode.decoder.searches import length_limits
-from lmdecode.decoder.weights import PackedDecoder
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.packed_stack import PackedDecoder
 from lmdecode.sampling.sampler_rows import SAMPLER_DIALECTS, RowRules
 
 __all__ = [

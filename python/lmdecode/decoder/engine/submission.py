@@ -17,7 +17,7 @@ from lmdecode.beam.engine.request import BeamRequest, check_tokens_of_request
 from lmdecode.beam.state import EarlyStopping, SearchDialect
 from lmdecode.beam.token_rules import TokenRules, check_token_rules
 from lmdecode.beam.trie import Trie
-from lmdecode.decoder.checks import check_floats, check_memory
+from lmdecode.decoder.checks import check_memory
 from lmdecode.decoder.engine.request import (
     DrawnSequence,
     Driver,
@@ -28,6 +28,7 @@ from lmdecode.decoder.engine.request import (
     WrittenSequence,
 )
 from lmdecode.generation_options import option_names
+from lmdecode.models.checks import check_floats
 from lmdecode.sampling.parameters import FilterParameters
 from lmdecode.sampling.sampler_rows import SAMPLER_PARAMETERS, check_parameters, rules_of_row
 

@@ -8,10 +8,10 @@ from typing import Any
 from ray import serve
 
 from lmdecode._checks import check_format, check_int
-from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.integrations.ray.models import CAPACITY, check_is_causal
 from lmdecode.integrations.ray.replica_app import ReplicaApp, set_replica_app
 from lmdecode.linear.formats import FORMATS
+from lmdecode.models.saved import MANIFEST
 from lmdecode.readers.gguf.reader import is_gguf
 from lmdecode.serving.app import create_app
 from lmdecode.serving.text_model import TextModel, name_of

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lmdecode._checks import type_error
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.saved_model import MANIFEST
 from lmdecode.decoding import Decoding
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.saved import MANIFEST
 
 __all__ = ["CAPACITY", "check_is_causal", "load_model", "load_tokenizer", "positions_of"]
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from lmdecode.decoder.config import ActivationName, Norm
-from lmdecode.decoder.mixers import Mixer
+from lmdecode.models.configs import ActivationName, Norm
+from lmdecode.models.mixers import Mixer
 
 __all__ = [
     "NORMS",

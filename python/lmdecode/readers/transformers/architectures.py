@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode.decoder.mixers import GatedDeltaRule, Mamba2, ShortConvolution
+from lmdecode.models.mixers import GatedDeltaRule, Mamba2, ShortConvolution
 from lmdecode.readers.transformers.architecture import (
     Architecture,
     EncoderDecoder,

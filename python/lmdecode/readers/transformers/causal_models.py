@@ -10,15 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lmdecode.decoder.causal_config import (
-    CausalConfig,
-    CausalLayerWeights,
-    CausalWeights,
-    Heads,
-)
-from lmdecode.decoder.experts import ExpertMatrices, ExpertsConfig
-from lmdecode.decoder.mixers import Mamba2
 from lmdecode.linear.quantized_weight import index_rows, join_columns
+from lmdecode.models.configs import CausalConfig, ExpertsConfig, Heads
+from lmdecode.models.mixers import Mamba2
+from lmdecode.models.weights import CausalLayerWeights, CausalWeights, ExpertMatrices
 from lmdecode.readers.transformers.architecture import (
     NORMS,
     Architecture,

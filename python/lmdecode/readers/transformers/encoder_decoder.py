@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode.decoder.config import ActivationName, DecoderConfig, DecoderWeights, LayerWeights
-from lmdecode.decoder.encoder import EncoderConfig, EncoderLayerWeights, EncoderWeights
+from lmdecode.models.configs import ActivationName, DecoderConfig, EncoderConfig
+from lmdecode.models.weights import (
+    DecoderWeights,
+    EncoderLayerWeights,
+    EncoderWeights,
+    LayerWeights,
+)
 from lmdecode.readers.transformers.architecture import EncoderDecoder
 from lmdecode.readers.transformers.architectures import ENCODER_DECODER_TYPES
 from lmdecode.readers.transformers.module_weights import ACTIVATIONS, joined

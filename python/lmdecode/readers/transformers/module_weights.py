@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode.decoder.config import ActivationName
 from lmdecode.linear.quantized_weight import LinearWeight, QuantizedWeight, join_rows
+from lmdecode.models.configs import ActivationName
 
 __all__ = ["ACTIVATIONS", "chunks", "expert_parts", "floats", "joined", "scaled", "times", "wide"]
 

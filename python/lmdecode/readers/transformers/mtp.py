@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
 from lmdecode.linear.quantized_weight import split_columns
+from lmdecode.models.configs import CausalConfig
+from lmdecode.models.weights import CausalWeights
 from lmdecode.readers.transformers.causal_models import causal_model_of
 from lmdecode.readers.transformers.checkpoint import Checkpoint
 from lmdecode.readers.transformers.module_weights import wide

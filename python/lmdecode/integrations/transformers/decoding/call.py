@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import dtype_name, type_error
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.decoding import PackedDecoding
 from lmdecode.decoder.engine.drafts import Drafting, PromptLookup
 from lmdecode.decoder.engine.model_drafts import drafting_of
-from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.generation_options import option_names
 from lmdecode.integrations.transformers.decoding.causal_generation import (
     CausalCall,
@@ -49,6 +47,8 @@ from lmdecode.integrations.transformers.generate_call import (
     with_stop_strings,
 )
 from lmdecode.integrations.transformers.sampling.speculation import Lookup, lookup_of
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.packed_stack import PackedDecoder
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList

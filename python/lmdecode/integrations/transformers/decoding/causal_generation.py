@@ -22,7 +22,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules, one_slot
 from lmdecode.decoder.causal_caches import MOST_REQUESTS
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine import Engine, Request
 from lmdecode.decoder.engine.drafts import Drafting
 from lmdecode.decoder.engine.rows import LoopRows
@@ -46,6 +45,7 @@ from lmdecode.integrations.transformers.generate_call import (
 )
 from lmdecode.integrations.transformers.sampling.fusion import WARPERS, CallRows, fuse_sampling
 from lmdecode.integrations.transformers.sampling.loop import sample_tokens, sampler_parameters
+from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.sampling.sampler_rows import (
     RowRules,
     check_parameters,

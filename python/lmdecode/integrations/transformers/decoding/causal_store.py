@@ -10,7 +10,6 @@ from torch import Tensor
 from lmdecode._checks import type_error
 from lmdecode.causal_fingerprint import check_causal_store
 from lmdecode.decoder.causal_caches import CausalCaches
-from lmdecode.decoder.causal_weights import PackedCausalModel
 from lmdecode.decoder.engine.prompts import PromptStore
 from lmdecode.decoder.engine.request import ReadSequence
 from lmdecode.decoder.prompt_states import PromptStates, lengths_to_store
@@ -20,6 +19,7 @@ from lmdecode.integrations.transformers.store.request import (
     check_is_store,
     read_request,
 )
+from lmdecode.models.packed_causal import PackedCausalModel
 
 if TYPE_CHECKING:
     from lmdecode.store import Hit

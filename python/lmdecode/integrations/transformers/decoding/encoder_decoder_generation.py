@@ -15,7 +15,6 @@ from lmdecode.beam.state import SearchDialect
 from lmdecode.beam.token_rules import TokenRules, repeat_token_rules
 from lmdecode.decoder.device_loop import DeviceDecoder, DeviceSearches
 from lmdecode.decoder.searches import DecodingSearches, length_limits, new_searches
-from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.generation_options import option_names
 from lmdecode.integrations.transformers.beam.fused_processors import (
     looks_back,
@@ -61,6 +60,7 @@ from lmdecode.integrations.transformers.generate_call import (
     seeds_of_rows,
     with_stop_strings,
 )
+from lmdecode.models.packed_stack import PackedDecoder
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList

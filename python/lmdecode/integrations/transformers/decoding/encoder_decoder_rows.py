@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-    from lmdecode.decoder.weights import PackedDecoder
+    from lmdecode.models.packed_stack import PackedDecoder
 
 __all__ = [
     "SearchCall",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder, PackedEncoder, pack_convolution
+from lmdecode.decoder.encoder import CONVOLUTIONS, AudioEncoder, pack_convolution
+from lmdecode.models.packed_stack import PackedEncoder
 from lmdecode.readers.transformers.encoder_decoder import encoder_of
 from lmdecode.readers.transformers.stand_in import is_stand_in
 

@@ -15,7 +15,6 @@ from lmdecode._checks import check_int, dtype_name, is_int, type_error
 from lmdecode.beam.engine.request import BeamResult, check_tokens_of_request, token_rules_of_request
 from lmdecode.decoder.searches import check_length
 from lmdecode.decoder.translation import Translator
-from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.beam.fused_processors import looks_back
 from lmdecode.integrations.transformers.decoding.ctranslate2_rules import (
     acts_first_alone,
@@ -23,6 +22,7 @@ from lmdecode.integrations.transformers.decoding.ctranslate2_rules import (
 )
 from lmdecode.integrations.transformers.decoding.requests import request_of_config
 from lmdecode.integrations.transformers.generate_call import is_of_ctranslate2
+from lmdecode.models.packed_stack import PackedDecoder
 
 __all__ = ["translate"]
 

@@ -12,8 +12,8 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from lmdecode.decoder.engine.steps import memory_rows
 from lmdecode.decoder.searches import DecodingSearches
-from lmdecode.decoder.weights import PackedDecoder
 from lmdecode.integrations.transformers.decoding.encoding import memory_of
+from lmdecode.models.packed_stack import PackedDecoder
 from lmdecode.readers.transformers.stand_in import ForwardOf, is_stand_in
 
 __all__ = ["CallEncoder", "CallSounds", "NoSpeech", "PromptLogits", "cross_attentions"]

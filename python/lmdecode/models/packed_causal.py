@@ -14,13 +14,17 @@ from torch import Tensor
 from lmdecode._checks import check_format
 from lmdecode._memory import bytes_of
 from lmdecode._ops import ops
-from lmdecode.decoder.causal_config import (
-    CausalConfig,
-    CausalLayerWeights,
-    CausalWeights,
-    Heads,
+from lmdecode.linear.formats import (
+    AS_IT_IS,
+    FORMATS,
+    format_of_head,
+    most_packed_bytes,
+    numel_of_packed,
+    pack_weight_into,
+    parts_of_packed,
 )
-from lmdecode.decoder.causal_weight_checks import (
+from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight
+from lmdecode.models.checks import (
     check_layer,
     check_model,
     check_weight,
@@ -30,9 +34,9 @@ from lmdecode.decoder.causal_weight_checks import (
     norms_of_all_heads,
     state_shapes,
 )
-from lmdecode.decoder.config import FORMATS
-from lmdecode.decoder.huge_memory import SpareMemory, new_memory
-from lmdecode.decoder.model_record import (
+from lmdecode.models.configs import CausalConfig, Heads
+from lmdecode.models.huge_memory import SpareMemory, new_memory
+from lmdecode.models.record import (
     config_entries,
     config_of,
     own_bytes_of,
@@ -42,15 +46,7 @@ from lmdecode.decoder.model_record import (
     record_text,
     write_record,
 )
-from lmdecode.linear.formats import (
-    AS_IT_IS,
-    format_of_head,
-    most_packed_bytes,
-    numel_of_packed,
-    pack_weight_into,
-    parts_of_packed,
-)
-from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight
+from lmdecode.models.weights import CausalLayerWeights, CausalWeights
 
 __all__ = ["IS_BFLOAT16", "IS_FLOAT32", "IS_PACKED", "PackedCausalModel"]
 

@@ -9,17 +9,12 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import check_format
-from lmdecode.decoder.checks import check_fields, check_layer, check_weights
-from lmdecode.decoder.config import (
-    FORMATS,
-    LINEAR_FIELDS,
-    DecoderConfig,
-    DecoderWeights,
-    LayerWeights,
-    float32,
-)
-from lmdecode.decoder.huge_memory import SpareMemory, gather, new_memory
-from lmdecode.decoder.model_record import (
+from lmdecode._ops import ops
+from lmdecode.linear.formats import FORMATS, format_of_head, pack_weight
+from lmdecode.models.checks import check_fields, check_stack_layer, check_weights
+from lmdecode.models.configs import DecoderConfig, EncoderConfig
+from lmdecode.models.huge_memory import SpareMemory, gather, new_memory
+from lmdecode.models.record import (
     config_entries,
     config_of,
     places_of,
@@ -27,12 +22,19 @@ from lmdecode.decoder.model_record import (
     record_bytes,
     write_record,
 )
-from lmdecode.linear.formats import format_of_head, pack_weight
+from lmdecode.models.weights import (
+    LINEAR_FIELDS,
+    DecoderWeights,
+    EncoderLayerWeights,
+    EncoderWeights,
+    LayerWeights,
+    float32,
+)
 
-__all__ = ["PackedDecoder", "PackedStack", "pack_layer", "packed_fields", "packed_layer"]
+__all__ = ["PackedDecoder", "PackedEncoder", "PackedStack", "packed_layer"]
 
 
-def packed_fields(weights: Any, weight_format: str) -> dict[str, Tensor]:
+def _packed_fields(weights: Any, weight_format: str) -> dict[str, Tensor]:
     """Return the tensors that weights have, but for layers and embedding, packed or float32."""
     packed = {}
     for name, tensor in weights._asdict().items():
@@ -45,15 +47,15 @@ def packed_fields(weights: Any, weight_format: str) -> dict[str, Tensor]:
     return packed
 
 
-def pack_layer(config: Any, layer: Any, weight_format: str) -> dict[str, Tensor]:
+def _pack_layer(config: Any, layer: Any, weight_format: str) -> dict[str, Tensor]:
     """Return the tensors of a layer of a decoder or an encoder, which are checked, by name.
 
     Layers have all of their norms: a gamma of None is 1.
     """
-    check_layer(config, layer)
+    check_stack_layer(config, layer)
     one = torch.ones(config.model_size, dtype=torch.float32, device="cpu")
     missing = {f: one for f in layer._fields if f.endswith("_gamma") and getattr(layer, f) is None}
-    return packed_fields(layer._replace(**missing), weight_format)
+    return _packed_fields(layer._replace(**missing), weight_format)
 
 
 class PackedStack:
@@ -146,6 +148,10 @@ class PackedStack:
         positions = self.parts.get("positions")
         return None if positions is None else len(positions) - int(self.config.position_offset)
 
+    def check(self) -> None:
+        """Raise ValueError where the ops refuse the weights."""
+        ops.decoding_workspace_bytes(self.memory, [0, 1, 0, 1, 1, 0])
+
     def packed_parts(self) -> list[tuple[int, int]]:
         """Return where each packed weight begins in the memory, and its bytes."""
         begin = self.memory.data_ptr()
@@ -184,10 +190,16 @@ class PackedDecoder(PackedStack):
     ) -> None:
         weight_format = check_format("Decoding", weight_format, FORMATS)
         check_weights(config, weights)
-        layers = (pack_layer(config, layer, weight_format) for layer in weights.layers)
+        layers = (_pack_layer(config, layer, weight_format) for layer in weights.layers)
         embedding = float32(weights.embedding)
-        parts = packed_fields(weights, weight_format)
+        parts = _packed_fields(weights, weight_format)
         self._gather(config, weight_format, embedding, parts, layers)
+
+    def check(self) -> None:
+        """See ``PackedStack.check``; a decoder has a head and an embedding."""
+        super().check()
+        if "logits" not in self.parts or not self.embedding.numel():
+            raise ValueError("Decoding: a decoder has no logits or no embedding; expected both")
 
     def _take(self, embedding: Tensor, memory: Tensor) -> None:
         super()._take(embedding, memory)
@@ -199,6 +211,66 @@ class PackedDecoder(PackedStack):
 def packed_layer(config: Any, layer: Any, weight_format: str) -> PackedStack:
     """Return a checked layer of a decoder, the only one of its config."""
     stack = PackedStack()
-    layers = [pack_layer(config, layer, weight_format)]
+    layers = [_pack_layer(config, layer, weight_format)]
     stack._gather(config, weight_format, float32(None), {}, layers)
     return stack
+
+
+class PackedEncoder(PackedStack):
+    """An encoder's weights, packed once.
+
+    ``weights`` are not kept, except for an embedding that is float32 already. Raises ValueError or
+    TypeError that names the weight with a wrong shape, dtype or type.
+    """
+
+    config: EncoderConfig
+    kind = "encoder"
+    config_type = EncoderConfig
+    layer_type = EncoderLayerWeights
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        weights: EncoderWeights,
+        weight_format: str | torch.dtype = "float32",
+    ) -> None:
+        weight_format = check_format("Decoding", weight_format, FORMATS)
+        layers = (_pack_layer(config, layer, weight_format) for layer in weights.layers)
+        embedding = float32(weights.embedding)
+        parts = _packed_fields(weights, weight_format)
+        self._gather(config, weight_format, embedding, parts, layers)
+
+    @property
+    def longest(self) -> int | None:
+        """The most rows of a sequence; None if neither positions nor distances limit it."""
+        if self.num_positions is not None or self.num_distances is None:
+            return self.num_positions
+        return self.num_distances // 2 + 1
+
+    def forward(
+        self,
+        row_begins: Tensor,
+        positions: Tensor,
+        *,
+        tokens: Tensor | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """Return the encoder's output, [rows, model_size] float32.
+
+        ``row_begins``, [sequences + 1] int64, is the first row of each sequence, then the number of
+        rows. ``positions``, [rows] int64, index the position embeddings, if the model has them.
+        Exactly one of ``tokens``, [rows] int64, and ``inputs``, [rows, model_size] float32, is
+        given.
+        """
+        out: Tensor = ops.encoder_forward(*self.of_model, tokens, inputs, positions, row_begins)
+        return out
+
+    def check(self) -> None:
+        """See ``PackedStack.check``."""
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+        begins = torch.zeros(1, dtype=torch.int64, device="cpu")
+        if self.config.vocab_size:
+            self.forward(begins, nothing, tokens=nothing)
+        else:
+            rows = torch.empty(0, self.config.model_size, dtype=torch.float32, device="cpu")
+            self.forward(begins, nothing, inputs=rows)

@@ -1,26 +1,137 @@
-"""Config of a decoder-only model (sizes and switches), and its weights."""
+"""Configs of models: the sizes and switches that say what its weights mean."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+from lmdecode._checks import check_bool, check_choice, check_int, check_number
+from lmdecode.linear import ACTIVATIONS
+from lmdecode.models.mixers import Mixer, checked_mixers
 
-from lmdecode._checks import check_bool, check_int
-from lmdecode.decoder.config import (
-    ActivationName,
-    Norm,
-    check_norm_and_activation,
-    check_numbers,
-    check_sizes,
-)
-from lmdecode.decoder.experts import ExpertsConfig
-from lmdecode.decoder.mixers import Mixer, checked_mixers
-from lmdecode.linear.quantized_weight import LinearWeight
+__all__ = ["ActivationName", "CausalConfig", "DecoderConfig", "EncoderConfig", "ExpertsConfig",
+           "Heads", "Norm", "Router"]  # fmt: skip
 
-__all__ = ["CausalConfig", "CausalLayerWeights", "CausalWeights", "Heads"]
+Norm = Literal["layer_norm", "rms_norm"]
+ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu"]
+
+NORMS = ("layer_norm", "rms_norm")
+
+
+def check_sizes(op: str, config: object, *names: str, least: int = 1) -> None:
+    """Convert each size of a config to an int; raise if it is not one."""
+    for name in names:
+        limits = f"{least} to 2^31 - 1"
+        size = check_int(op, name, getattr(config, name), least, (1 << 31) - 1, limits=limits)
+        object.__setattr__(config, name, size)
+
+
+def check_norm_and_activation(op: str, config: object) -> None:
+    """Raise ValueError if a config names an unknown norm or activation."""
+    for name, choices in (("norm", NORMS), ("activation", ACTIVATIONS)):
+        value = getattr(config, name)
+        if value not in tuple(choices):
+            raise ValueError(f"{op}: {name} is {value!r}; expected one of {', '.join(choices)}")
+
+
+def check_numbers(op: str, config: object, *names: str) -> None:
+    """Convert each number of a config to a float; raise if it is not finite.
+
+    Epsilons and caps are at least 0.
+    """
+    for name in names:
+        number = check_number(op, name, getattr(config, name))
+        at_least_0 = name.endswith(("_epsilon", "_softcap"))
+        if not math.isfinite(number) or (at_least_0 and number < 0):
+            raise ValueError(
+                f"{op}: {name} is {number}; "
+                f"expected a finite number{' of at least 0' if at_least_0 else ''}"
+            )
+        object.__setattr__(config, name, number)
+
+
+def check_switches(op: str, config: Any) -> None:
+    """Check heads, flags and names of a decoder's or encoder's config, and fill in its scale."""
+    if config.num_heads * config.head_size >= 1 << 31:
+        raise ValueError(
+            f"{op}: {config.num_heads} heads of {config.head_size}; expected fewer than 2^31 in all"
+        )
+    for name in ("norm_first", "gated"):
+        check_bool(op, name, getattr(config, name))
+    if config.attention_scale is None:
+        object.__setattr__(config, "attention_scale", config.head_size**-0.5)
+    check_norm_and_activation(op, config)
+
+
+Router = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+ROUTERS = ("softmax", "softmax_of_chosen", "sigmoid")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Sizes and switches of feed-forward layers that consist of experts.
+
+    A token's output is ``sum(weight * expert(x))`` over the experts that its router chose, and
+    ``shared(x)``, if there is a shared expert. An expert is ``down(activation(gate(x)) * up(x))``
+    with the model's activation. ``num_chosen`` is the experts of a token, ``size`` the inner
+    features of one; ``layers`` says which layers have experts. Raises ValueError or TypeError that
+    names the argument.
+
+    ``router`` says what weights are: the "softmax" of the logits of all experts, the
+    "softmax_of_chosen" ones, or the "sigmoid" of each. The largest are chosen, after
+    ``router_choice_bias`` is added, which is no part of the weights; ties go to the lower index.
+    With ``normalized``, weights are then divided by their sum + ``epsilon`` (for "sigmoid" alone),
+    and at last multiplied by ``scale``.
+
+    With ``alpha`` and ``limit``, an expert is ``down(g * sigmoid(alpha * g) * (u + 1))``, where
+    ``g`` is ``min(gate(x), limit)`` and ``u`` is ``up(x)`` clamped to ``-limit`` and ``limit``.
+    ``shared_size`` is the inner features of the shared expert (its weights are ``ffn_up`` and so
+    on); 0: none.
+    """
+
+    num_experts: int
+    num_chosen: int
+    size: int
+    layers: tuple[bool, ...]
+    router: Router = "softmax"
+    normalized: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+    alpha: float | None = None
+    limit: float | None = None
+    shared_size: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        op = "ExpertsConfig"
+        check_int(op, "num_experts", self.num_experts, 1, 1 << 16, limits="1 to 65536")
+        check_int(op, "num_chosen", self.num_chosen, 1, self.num_experts,
+                  limits="1 to num_experts")  # fmt: skip
+        limits = "0 to 2^31 - 1"
+        check_int(op, "size", self.size, 1, (1 << 31) - 1, limits="1 to 2^31 - 1")
+        check_int(op, "shared_size", self.shared_size, 0, (1 << 31) - 1, limits=limits)
+        object.__setattr__(self, "layers", tuple(self.layers))
+        for is_of_experts in self.layers:
+            check_bool(op, "layers", is_of_experts)
+        check_bool(op, "normalized", self.normalized)
+        check_choice(op, "router", self.router, ROUTERS)
+        if (self.alpha is None) != (self.limit is None):
+            raise ValueError(
+                f"{op}: alpha is {self.alpha} and limit is {self.limit}; expected both, or none"
+            )
+        for name in ("epsilon", "scale", "alpha", "limit"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            number = check_number(op, name, value)
+            if not math.isfinite(number) or (name in ("epsilon", "limit") and number < 0):
+                expected = " of at least 0" if name in ("epsilon", "limit") else ""
+                raise ValueError(f"{op}: {name} is {number}; expected a finite number{expected}")
+            object.__setattr__(self, name, number)
+        if self.epsilon and self.router != "sigmoid":
+            raise ValueError(f"{op}: epsilon is {self.epsilon}; expected 0 with {self.router!r}")
 
 
 class Heads(NamedTuple):
@@ -332,158 +443,115 @@ class CausalConfig:
         return self.heads_of(has_window=True).key_size
 
 
-class CausalLayerWeights(NamedTuple):
-    """One layer's weights; linear ones are [out, in], as ``torch.nn.Linear`` has them.
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and switches of a decoder with cross-attention.
 
-    D is ``model_size``, Q, K and head_size are those of ``CausalConfig.heads``, F is the layer's of
-    ``ffn_sizes``, P ``per_layer_size``. None: no norm, no bias, no gate.
-
-    Attributes
+    Parameters
     ----------
-    attention_norm_gamma, attention_norm_beta, ffn_norm_gamma, ffn_norm_beta : Tensor or None
-        [D]: norms of the sublayer's input.
-    attention_out_norm_gamma, ffn_out_norm_gamma : Tensor or None
-        [D]: norms of the sublayer's output, before it is added.
-    qkv, qkv_bias : Tensor
-        [Q + 2 K, D], [Q + 2 K]: queries, keys and values; without values where keys are these,
-        queries alone where keys are another layer's. With ``attention_gate`` the gate's Q rows
-        follow. A layer with a mixer has its first projection, [``mixer.projected``, D], instead,
-        or with ``attention_beside`` after these.
-    query_norm_gamma, key_norm_gamma : Tensor or None
-        [head_size]: of each head; or [Q] and [K]: of all heads as one row. Before they are turned.
-    attention_out : Tensor
-        [D, Q], with bias [D]; of a layer with a mixer [D, ``mixer.mixed``], with
-        ``attention_beside`` [D, Q + ``mixer.mixed``].
-    ffn_up, ffn_gate : Tensor
-        [F, D], with bias [F].
-    ffn_down : Tensor
-        [D, F], with bias [D]. In a layer with experts ``ffn_up``, ``ffn_gate`` and ``ffn_down`` are
-        the shared expert's, with F ``experts.shared_size``, or None.
-    convolution, convolution_bias : Tensor or None
-        [``mixer.channels``, taps], the last tap the token's own, and [``mixer.channels``].
-    decay, decay_bias, mixer_norm_gamma : Tensor or None
-        For a ``GatedDeltaRule`` [num_value_heads] each, and [value_size]. For a ``Mamba2``
-        [num_heads] each, and [``mixer.mixed``], or None: no norm.
-    sinks : Tensor or None
-        [num_heads]: scores of a key without a value, one more for each query head.
-    router, router_bias, router_choice_bias : Tensor or None
-        For a layer with E experts: [E, D]; [E], added to its product; and [E], added only to choose
-        the experts.
-    experts_gate, experts_up, experts_down : sequence of Tensor
-        For its E experts: each [X, D], [X, D] and [D, X], X being ``experts.size``; or one tensor
-        with E in front. Each is asked for once when they are packed.
-    experts_gate_bias, experts_up_bias, experts_down_bias : Tensor or None
-        [E, X], [E, X] and [E, D].
-    shared_gate : Tensor or None
-        [D]: the sigmoid of its product scales the shared expert's output.
-    router_scale : Tensor or None
-        [E]: factors of the experts' weights, applied last.
-    router_norm_gamma, experts_norm_gamma : Tensor or None
-        [D]: norms of the router's input, and of the experts' input. The shared expert reads the
-        output of ``ffn_norm_gamma``.
-    experts_out_norm_gamma, shared_out_norm_gamma : Tensor or None
-        [D]: norms of the experts' output, and of the shared one's, before these are added. A layer
-        has all four of these norms, or none.
-    per_layer_gate, per_layer_out, per_layer_out_norm_gamma : Tensor or None
-        [P, D], [D, P] and [D], where P is not 0: after the feed-forward layer comes
-        ``x += norm(out(activation(gate(x)) * inputs))`` with the token's inputs of the layer.
-    layer_scale : Tensor or None
-        [1]: factor of x, applied last.
-    mixer_skip : Tensor or None
-        For a ``Mamba2``: [num_heads].
+    num_layers, model_size, num_heads, head_size, ffn_size, vocab_size : int
+        Sizes, each at least 1. ``num_heads * head_size`` need not be ``model_size``.
+    memory_size : int, optional
+        Features of the encoder's output; ``model_size`` by default.
+    norm : {"layer_norm", "rms_norm"}
+        Of every norm.
+    norm_first : bool
+        A norm before each sublayer (and ``final_norm``), or one after each residual.
+    norm_epsilon : float
+        Added to the variance.
+    activation : {"relu", "gelu", "gelu_tanh", "silu"}
+        Of the feed-forward layer.
+    gated : bool
+        ``activation(gate(x)) * up(x)`` instead of ``activation(up(x))``.
+    attention_scale : float, optional
+        Factor of the scores; ``head_size ** -0.5`` by default.
+    denominator_epsilon : float
+        Added to the sum that softmax divides by.
+    embedding_scale : float
+        Factor of the embeddings.
+    position_offset : int
+        The row of the position table that position 0 has.
+    unplaced_token : int, optional
+        A token that no position is added to, as M2M100's padding.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, what came and what was expected.
     """
 
-    attention_norm_gamma: Tensor | None
-    attention_norm_beta: Tensor | None
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    query_norm_gamma: Tensor | None
-    key_norm_gamma: Tensor | None
-    attention_out: Tensor
-    attention_out_bias: Tensor | None
-    attention_out_norm_gamma: Tensor | None
-    ffn_norm_gamma: Tensor | None
-    ffn_norm_beta: Tensor | None
-    ffn_up: Tensor | None
-    ffn_up_bias: Tensor | None
-    ffn_gate: Tensor | None
-    ffn_gate_bias: Tensor | None
-    ffn_down: Tensor | None
-    ffn_down_bias: Tensor | None
-    ffn_out_norm_gamma: Tensor | None
-    convolution: Tensor | None = None
-    convolution_bias: Tensor | None = None
-    decay: Tensor | None = None
-    decay_bias: Tensor | None = None
-    mixer_norm_gamma: Tensor | None = None
-    sinks: Tensor | None = None
-    router: Tensor | None = None
-    router_bias: Tensor | None = None
-    router_choice_bias: Tensor | None = None
-    experts_gate: Sequence[LinearWeight] | Tensor | None = None
-    experts_gate_bias: Tensor | None = None
-    experts_up: Sequence[LinearWeight] | Tensor | None = None
-    experts_up_bias: Tensor | None = None
-    experts_down: Sequence[LinearWeight] | Tensor | None = None
-    experts_down_bias: Tensor | None = None
-    shared_gate: Tensor | None = None
-    router_norm_gamma: Tensor | None = None
-    router_scale: Tensor | None = None
-    experts_norm_gamma: Tensor | None = None
-    experts_out_norm_gamma: Tensor | None = None
-    shared_out_norm_gamma: Tensor | None = None
-    per_layer_gate: Tensor | None = None
-    per_layer_out: Tensor | None = None
-    per_layer_out_norm_gamma: Tensor | None = None
-    layer_scale: Tensor | None = None
-    mixer_skip: Tensor | None = None
+    num_layers: int
+    model_size: int
+    num_heads: int
+    head_size: int
+    ffn_size: int
+    vocab_size: int
+    memory_size: int | None = None
+    norm: Norm = "layer_norm"
+    norm_first: bool = False
+    norm_epsilon: float = 1e-5
+    activation: ActivationName = "relu"
+    gated: bool = False
+    attention_scale: float | None = None
+    denominator_epsilon: float = 0.0
+    embedding_scale: float = 1.0
+    position_offset: int = 0
+    unplaced_token: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        op = "DecoderConfig"
+        if self.memory_size is None:
+            object.__setattr__(self, "memory_size", self.model_size)
+        check_sizes(op, self, "num_layers", "model_size", "num_heads", "head_size", "ffn_size",
+                    "vocab_size", "memory_size")  # fmt: skip
+        check_sizes(op, self, "position_offset", least=0)
+        if self.unplaced_token is not None:
+            check_sizes(op, self, "unplaced_token", least=0)
+        check_switches(op, self)
+        check_numbers(
+            op, self, "norm_epsilon", "attention_scale", "denominator_epsilon", "embedding_scale"
+        )
+
+    @property
+    def attention_size(self) -> int:
+        """Features of all heads."""
+        return self.num_heads * self.head_size
 
 
-class CausalWeights(NamedTuple):
-    """The weights of a decoder-only model, floats of any dtype.
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Sizes and switches of an encoder; ``DecoderConfig`` explains the fields that it has, too.
 
-    Attributes
-    ----------
-    embedding : Tensor
-        [V, D].
-    positions : Tensor or None
-        [P, D], added to the embeddings: the model has P positions.
-    rotary : tuple of Tensor
-        Each [rotary_size / 2] float32, of the layers that it turns: by how much each pair of
-        features turns from one position to the next, in radians.
-    final_norm_gamma, final_norm_beta : Tensor or None
-        [D].
-    logits, logits_bias : Tensor or None
-        [V, D], the projection to the vocabulary, None where it is ``embedding``; [V].
-    layers : sequence of CausalLayerWeights
-        Each is asked for once when they are packed: it may be made then.
-    per_layer_embedding, per_layer_projection, per_layer_norm_gamma : Tensor or None
-        [V, L P], [L P, D] and [P], of L layers and P ``per_layer_size``, where that is not 0. A
-        token's inputs of a layer are its row, scaled, and the norm of the product of its
-        embedding, scaled.
-    embedding_norm_gamma, hidden_norm_gamma : Tensor or None
-        [D]: of embeddings, and of hidden rows, before their projections.
-    embedding_projection, hidden_projection : Tensor or None
-        [D, D] each. Where they are there, a row is not a token's embedding but a projection of it
-        and of what another model has behind its final norm of the token before.
-    mtp : tuple of (CausalConfig, CausalWeights), or None
-        Multi-token prediction: a model with a ``hidden_projection`` and one layer, whose rows begin
-        with what this one computed. Its ``embedding``, ``rotary`` and ``logits`` are this one's.
+    ``vocab_size`` is 0 if the encoder reads rows of ``model_size`` features instead of tokens;
+    these are scaled by ``embedding_scale``, too. ``position_offset`` is the row of the position
+    table for position 0. Raises ValueError or TypeError that names the argument.
     """
 
-    embedding: Tensor
-    positions: Tensor | None
-    rotary: tuple[Tensor, ...]
-    final_norm_gamma: Tensor | None
-    final_norm_beta: Tensor | None
-    logits: Tensor | None
-    logits_bias: Tensor | None
-    layers: Sequence[CausalLayerWeights]
-    per_layer_embedding: Tensor | None = None
-    per_layer_projection: Tensor | None = None
-    per_layer_norm_gamma: Tensor | None = None
-    embedding_norm_gamma: Tensor | None = None
-    hidden_norm_gamma: Tensor | None = None
-    embedding_projection: Tensor | None = None
-    hidden_projection: Tensor | None = None
-    mtp: tuple[CausalConfig, CausalWeights] | None = None
+    num_layers: int
+    model_size: int
+    num_heads: int
+    head_size: int
+    ffn_size: int
+    vocab_size: int
+    norm: Norm = "layer_norm"
+    norm_first: bool = False
+    norm_epsilon: float = 1e-5
+    activation: ActivationName = "relu"
+    gated: bool = False
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    position_offset: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        op = "EncoderConfig"
+        check_sizes(op, self, "num_layers", "model_size", "num_heads", "head_size", "ffn_size")
+        check_sizes(op, self, "vocab_size", "position_offset", least=0)
+        check_switches(op, self)
+        check_numbers(op, self, "norm_epsilon", "attention_scale", "embedding_scale")
+
+    @property
+    def attention_size(self) -> int:
+        """Features of all heads."""
+        return self.num_heads * self.head_size
