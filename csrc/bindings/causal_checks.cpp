@@ -37,24 +37,13 @@ CausalModel causal_model(ModelRecord& record, std::vector<float>* rotary_scales)
     return record.number(std::string("config.") + name);
   };
   CausalModel m;
-  DecoderConfig& c = m.config;
-  c.layers = record.num_layers();
-  c.model_size = integer("model_size", 1);
-  c.heads = integer("num_heads", 1);
+  DecoderConfig& c = m.config = common_config(record, 1);
   c.kv_heads = integer("num_kv_heads", 1);
-  c.head_size = integer("head_size", 1);
-  c.ffn_size = integer("ffn_size", 1);
-  c.vocab = integer("vocab_size", 1);
   HeadSizes& windowed = m.heads[1];
   windowed = {c.kv_heads, c.head_size, integer("rotary_size", 0)};
   *rotary_scales = record.numbers("config.rotary_scales");
   m.num_rotary = static_cast<int64_t>(rotary_scales->size());
   m.norms_all_heads = record.flag("norms_all_heads");
-  c.norm = static_cast<NormKind>(record.choice("config.norm", kNormNames));
-  c.gated = flag("gated");
-  c.activation =
-      static_cast<linear::Activation>(record.choice("config.activation", kActivationNames));
-  c.format = record.format();
   m.embedding.format = static_cast<EmbeddingFormat>(record.integer("embedding_format", 0, 3));
   c.norm_first = true;
   c.attention_gate = flag("attention_gate");
@@ -129,11 +118,8 @@ CausalModel causal_model(ModelRecord& record, std::vector<float>* rotary_scales)
   if (c.widest_projection >= kMaxDecoderSize) {
     fail(op, "config has layers of ", c.widest_projection, " features; expected fewer than 2^31");
   }
-  c.norm_epsilon = number("norm_epsilon");
-  c.attention_scale = number("attention_scale");
   m.attention_softcap = number("attention_softcap");
   m.logits_softcap = number("logits_softcap");
-  c.embedding_scale = number("embedding_scale");
   m.logits_scale = number("logits_scale");
   m.per_layer.scale = number("per_layer_scale");
   m.per_layer.norm_epsilon = number("per_layer_epsilon");

@@ -3,31 +3,36 @@
 
 namespace lmdecode::decoder {
 
-DecoderConfig decoder_config(ModelRecord& record, bool is_encoder) {
+DecoderConfig common_config(ModelRecord& record, int64_t least_vocab) {
   DecoderConfig c;
   c.layers = record.num_layers();
   c.model_size = record.integer("config.model_size", 1);
   c.heads = c.kv_heads = record.integer("config.num_heads", 1);
   c.head_size = record.integer("config.head_size", 1);
   c.ffn_size = record.integer("config.ffn_size", 1);
-  c.vocab = record.integer("config.vocab_size", is_encoder ? 0 : 1);
-  if (!is_encoder) c.memory_size = record.integer("config.memory_size", 1);
-  c.position_offset = record.integer("config.position_offset", 0);
-  c.unplaced_token = record.integer("config.unplaced_token", -1, kMaxDecoderSize - 1, -1);
+  c.vocab = record.integer("config.vocab_size", least_vocab);
   c.norm = static_cast<NormKind>(record.choice("config.norm", kNormNames));
-  c.norm_first = record.flag("config.norm_first");
   c.gated = record.flag("config.gated");
   c.activation =
       static_cast<linear::Activation>(record.choice("config.activation", kActivationNames));
   c.format = record.format();
+  c.norm_epsilon = record.number("config.norm_epsilon");
+  c.attention_scale = record.number("config.attention_scale");
+  c.embedding_scale = record.number("config.embedding_scale");
+  return c;
+}
+
+DecoderConfig decoder_config(ModelRecord& record, bool is_encoder) {
+  DecoderConfig c = common_config(record, is_encoder ? 0 : 1);
+  if (!is_encoder) c.memory_size = record.integer("config.memory_size", 1);
+  c.position_offset = record.integer("config.position_offset", 0);
+  c.unplaced_token = record.integer("config.unplaced_token", -1, kMaxDecoderSize - 1, -1);
+  c.norm_first = record.flag("config.norm_first");
   if (c.heads * c.head_size >= kMaxDecoderSize) {
     fail(record.op(), "config has ", c.heads, " heads of ", c.head_size,
          "; expected fewer than 2^31 in all");
   }
-  c.norm_epsilon = record.number("config.norm_epsilon");
-  c.attention_scale = record.number("config.attention_scale");
   c.denominator_epsilon = record.number("config.denominator_epsilon");
-  c.embedding_scale = record.number("config.embedding_scale");
   return c;
 }
 
