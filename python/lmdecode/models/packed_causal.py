@@ -143,7 +143,7 @@ class PackedCausalModel:
     the embedding are int8). None keeps a GGUF file's blocks and bfloat16; other floats become
     float32. Raises ValueError or TypeError that names the weight with a wrong shape, dtype or type.
 
-    ``memory``, uint8 [bytes], begins with ``record`` (model_record.py), and holds all weights.
+    ``memory``, uint8 [bytes], begins with ``record`` (record.py), and holds all weights.
     ``cache_windows`` has the positions that each of the model's caches keeps (0: all),
     ``cache_layers`` and ``cache_heads`` their layers and heads, ``cache_places`` the cache of each
     layer with attention, and which of its layers that is, else None. ``state_size`` is the float32

@@ -62,7 +62,7 @@ class PackedStack:
     """The layers of a decoder or an encoder, with the weights around them, packed once.
 
     ``embedding`` is float32, and not copied if it came so; it is empty if there is none. All other
-    weights are in ``memory``, uint8 [bytes], behind its record (model_record.py). ``parts`` are
+    weights are in ``memory``, uint8 [bytes], behind its record (record.py). ``parts`` are
     views of it, by their names in the record: uint8 if packed, else float32. The ops take
     ``of_model``, or ``memory`` alone if they read no tokens.
     """
