@@ -109,7 +109,7 @@ def expert_counts(
     facts: Facts, name: str = "num_experts", chosen_name: str = "num_experts_per_tok"
 ) -> dict[str, int]:
     """Return the config entries of a layer's experts and of a token's, by these names."""
-    count = facts.count("expert_count")
+    count = facts.size("expert_count")
     chosen = facts.count("expert_used_count")
     if chosen > count:
         raise refused(facts.file, f"has {chosen} experts of a token; expected at most {count}")

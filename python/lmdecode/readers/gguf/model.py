@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +35,24 @@ def _divide_frequencies(facts: Facts, model: Any) -> None:
     frequencies.div_(factors.float())
 
 
+@contextmanager
+def _refused_by_its_metadata(facts: Facts) -> Iterator[None]:
+    """Raise ValueError that names the file where a model cannot be made of its entries."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise refused(
+            facts.file, f"has metadata that make no {facts.architecture} model: {error}"
+        ) from error
+
+
 def load_parts(
     path: str | os.PathLike[str], *, keeps_blocks: bool = False, mtp: bool = False
 ) -> tuple[Any, Any, Any]:
@@ -54,27 +74,17 @@ def load_parts(
     file = GgufFile(path)
     facts = Facts(file)
     entries = config_entries(facts)
-    try:
+    with _refused_by_its_metadata(facts):
         config = AutoConfig.for_model(**entries)
         config._name_or_path = str(path)
         ends = end_tokens(facts, config.vocab_size)
         specials = {name: entries[name] for name in ("bos_token_id", "pad_token_id")}
         model = skeleton(config, GenerationConfig(**specials, eos_token_id=ends or None))
-    except (
-        ArithmeticError,
-        AttributeError,
-        KeyError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise refused(
-            file, f"has metadata that make no {facts.architecture} model: {error}"
-        ) from error
     weights = Weights(facts, model, keeps_blocks)
     block = FurtherBlock(facts, model, keeps_blocks) if mtp else None
     _divide_frequencies(facts, model)
-    of_decoder, of_model = causal_model_of(model, weights.read)
+    with _refused_by_its_metadata(facts):
+        of_decoder, of_model = causal_model_of(model, weights.read)
     if block is not None:
         _divide_frequencies(facts, block.layer)
         of_model = of_model._replace(mtp=mtp_of(block.layer, of_model, block.read))
