@@ -31,7 +31,7 @@ def contracts(area: str) -> list[Contract]:
 CONTRACTS = {contract.op: contract for area in AREAS for contract in contracts(area)}
 # No tensors go in or come out, or they run on devices alone (tests/decoder/test_decoding_cuda.py).
 WITHOUT = {
-    "cpu_capabilities", "cpu_capability", "sampler_layout", "sampler_row_bytes",
+    "cpu_capabilities", "cpu_capability", "gguf_type", "sampler_layout", "sampler_row_bytes",
     "decoding_workspace_bytes", "causal_workspace_bytes", *decoder_step.__all__,
 }  # fmt: skip
 

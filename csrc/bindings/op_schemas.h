@@ -176,6 +176,11 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"pack_gguf_linear(Tensor blocks, int type) -> Tensor", Devices::kCpuOnly},
     {"pack_gguf_linear.out(Tensor blocks, int type, *, Tensor(a!) out) -> ()", Devices::kCpuOnly},
     {"dequantize_gguf(Tensor blocks, int type) -> Tensor", Devices::kCpuOnly},
+    // The type at a place of csrc/linear/gguf_blocks.h, zeros after the last: its name, a letter a
+    // byte, the first lowest; weights and bytes of a block; its numbers in files and of its format;
+    // weights that share a scale.
+    {"gguf_type(int index) -> (int name, int weights, int bytes, int number, int format, int "
+     "group)"},
     // activation(x W^T + bias) * multiplier + residual; rows x [rows, in_features], multiplier and
     // residual [rows, out_features].
     {"packed_linear(Tensor x, Tensor packed, int out_features, int format, Tensor? bias, int "

@@ -3,8 +3,11 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
+#include <iterator>
 #include <limits>
 #include <new>
+#include <tuple>
 
 #include "bindings/packed_weight_checks.h"
 #include "common/huge_pages.h"
@@ -163,6 +166,20 @@ Tensor dequantize(const Tensor& blocks, int64_t type) {
                   blocks.stride(0), blocks.size(0), row_blocks,
                   static_cast<float*>(values.mutable_data_ptr()));
   return values;
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> type_at(int64_t index) {
+  if (index < 0 || index >= static_cast<int64_t>(std::size(kGgufBlocks))) return {};
+  const GgufBlock& block = kGgufBlocks[index];
+  const GroupedFormat format = grouped_format(block.format);
+  int64_t name = 0;
+  std::memcpy(&name, block.name, std::strlen(block.name));
+  return {name,
+          format.step(),
+          block.bytes,
+          static_cast<int64_t>(block.type),
+          static_cast<int64_t>(block.format),
+          format.group};
 }
 
 // Anything but a weight packed at some level, of the size that its header says, is refused.
@@ -371,4 +388,8 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("dequantize_gguf", TORCH_BOX(&lmdecode::linear::dequantize));
   m.impl("packed_linear", TORCH_BOX(&lmdecode::linear::linear));
   m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear::linear_out));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {
+  m.impl("gguf_type", TORCH_BOX(&lmdecode::linear::type_at));
 }

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "bindings/tensor_checks.h"
+#include "linear/gguf_blocks.h"
 #include "linear/packed_layout.h"
 #include "linear/packed_linear_kernels.h"
 
@@ -39,28 +40,16 @@ inline const char* format_name(LinearFormat format) {
       return "int8 in groups of 32";
     case LinearFormat::kInt8Minimums:
       return "int8 with minimums of groups of 32";
-    case LinearFormat::kNonlinear:
-      return "IQ4_NL";
-    case LinearFormat::kMicroscaled:
-      return "MXFP4";
-    case LinearFormat::kInt4SuperMinimums32:
-      return "Q4_K";
-    case LinearFormat::kInt8SuperMinimums32:
-      return "Q5_K";
-    case LinearFormat::kInt8Super16:
-      return "Q6_K";
-    case LinearFormat::kInt4SuperMinimums16:
-      return "Q2_K";
-    case LinearFormat::kInt4Super16:
-      return "Q3_K";
-    case LinearFormat::kNonlinearSuper:
-      return "IQ4_XS";
     case LinearFormat::kInt4RotatedMinimums32:
       return "int4, rotated, with minimums of groups of 32";
     case LinearFormat::kInt4RotatedMinimums64:
       return "int4, rotated, with minimums of groups of 64";
     case LinearFormat::kInt4RotatedMinimums128:
       return "int4, rotated, with minimums of groups of 128";
+    default:  // of one type of GGUF files
+      for (const GgufBlock& block : kGgufBlocks) {
+        if (block.format == format) return block.name;
+      }
   }
   return "unknown";
 }

@@ -23,40 +23,35 @@ enum class GgufType : int32_t {
   kMXFP4 = 39,
 };
 
-// The format that holds a type, and the bytes of a block, one step of that format. 0: no such type.
+// A type: its name in files' tools, the format that holds it, and the bytes of a block, one step of
+// that format. 0: no such type.
 struct GgufBlock {
+  GgufType type = {};
+  const char* name = "";
   LinearFormat format = LinearFormat::kFloat32;
   int64_t bytes = 0;
 };
 
+// The one table: the op gguf_type gives it to Python. Names have at most eight letters.
+inline constexpr GgufBlock kGgufBlocks[] = {
+    {GgufType::kQ4_0, "Q4_0", LinearFormat::kInt4, 18},
+    {GgufType::kQ4_1, "Q4_1", LinearFormat::kInt4Minimums32, 20},
+    {GgufType::kQ5_0, "Q5_0", LinearFormat::kInt8Groups, 22},
+    {GgufType::kQ5_1, "Q5_1", LinearFormat::kInt8Minimums, 24},
+    {GgufType::kQ8_0, "Q8_0", LinearFormat::kInt8Groups, 34},
+    {GgufType::kQ2_K, "Q2_K", LinearFormat::kInt4SuperMinimums16, 84},
+    {GgufType::kQ3_K, "Q3_K", LinearFormat::kInt4Super16, 110},
+    {GgufType::kQ4_K, "Q4_K", LinearFormat::kInt4SuperMinimums32, 144},
+    {GgufType::kQ5_K, "Q5_K", LinearFormat::kInt8SuperMinimums32, 176},
+    {GgufType::kQ6_K, "Q6_K", LinearFormat::kInt8Super16, 210},
+    {GgufType::kIQ4_NL, "IQ4_NL", LinearFormat::kNonlinear, 18},
+    {GgufType::kIQ4_XS, "IQ4_XS", LinearFormat::kNonlinearSuper, 136},
+    {GgufType::kMXFP4, "MXFP4", LinearFormat::kMicroscaled, 17},
+};
+
 constexpr GgufBlock gguf_block(GgufType type) {
-  switch (type) {
-    case GgufType::kQ4_0:
-      return {LinearFormat::kInt4, 18};
-    case GgufType::kQ4_1:
-      return {LinearFormat::kInt4Minimums32, 20};
-    case GgufType::kQ5_0:
-      return {LinearFormat::kInt8Groups, 22};
-    case GgufType::kQ5_1:
-      return {LinearFormat::kInt8Minimums, 24};
-    case GgufType::kQ8_0:
-      return {LinearFormat::kInt8Groups, 34};
-    case GgufType::kQ2_K:
-      return {LinearFormat::kInt4SuperMinimums16, 84};
-    case GgufType::kQ3_K:
-      return {LinearFormat::kInt4Super16, 110};
-    case GgufType::kQ4_K:
-      return {LinearFormat::kInt4SuperMinimums32, 144};
-    case GgufType::kQ5_K:
-      return {LinearFormat::kInt8SuperMinimums32, 176};
-    case GgufType::kQ6_K:
-      return {LinearFormat::kInt8Super16, 210};
-    case GgufType::kIQ4_NL:
-      return {LinearFormat::kNonlinear, 18};
-    case GgufType::kIQ4_XS:
-      return {LinearFormat::kNonlinearSuper, 136};
-    case GgufType::kMXFP4:
-      return {LinearFormat::kMicroscaled, 17};
+  for (const GgufBlock& block : kGgufBlocks) {
+    if (block.type == type) return block;
   }
   return {};
 }

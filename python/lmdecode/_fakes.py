@@ -115,7 +115,7 @@ def _of_numbers(op: str) -> Callable[..., Any]:
 
 
 for _op in (
-    "cpu_capabilities", "cpu_capability", "sampler_layout", "sampler_row_bytes",
+    "cpu_capabilities", "cpu_capability", "gguf_type", "sampler_layout", "sampler_row_bytes",
 ):  # fmt: skip
     _OUTPUTS[_op] = _of_numbers(_op)
 

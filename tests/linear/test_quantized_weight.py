@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.library import opcheck
 
 from lmdecode import PackedLinear
 from lmdecode.linear.quantized_weight import (
@@ -39,10 +40,23 @@ def _bits(values: Any) -> Any:
 def test_values_are_those_of_llama_cpp(kind: str) -> None:
     weight = _random(kind, 3000)
     number = gguf.GGMLQuantizationType[kind]
-    assert (*gguf.GGML_QUANT_SIZES[number], number.value) == KINDS[kind]
+    assert (*gguf.GGML_QUANT_SIZES[number], number.value) == KINDS[kind][:3]
     expected = gguf.quants.dequantize(weight.data.numpy(), number)
     assert np.array_equal(_bits(weight.dequantize().numpy()), _bits(expected))
     assert weight.shape == expected.shape
+
+
+def test_types_end_with_zeros() -> None:
+    op = torch.ops.lmdecode.gguf_type.default
+    opcheck(op, (3,), test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    assert op(len(KINDS)) == op(-1) == op(1 << 62) == (0,) * 6
+
+
+def test_the_reference_has_the_same_types() -> None:
+    data = torch.zeros(1, 1, dtype=torch.uint8)
+    for read in (QuantizedWeight, dequantize_blocks):
+        with pytest.raises(ValueError, match=f"expected one of {', '.join(KINDS)}$"):
+            read(data, "Q4_9")
 
 
 def test_blocks_of_any_shape() -> None:

@@ -15,9 +15,7 @@ __all__ = [
     "FORMATS_WITH_ZEROS",
     "check_linear_format",
     "format_of_head",
-    "format_of_kind",
     "format_of_packed",
-    "group_size_of_kind",
     "is_cut_as_here",
     "is_kept",
     "most_packed_bytes",
@@ -36,11 +34,7 @@ _INT4_UNROTATED = {32: 8, 64: 9, 128: 10}
 # and of what is packed as it is: four bits with zeros, by the size of the groups, or with 8;
 FORMATS_WITH_ZEROS = {32: 4, 64: 5, 128: 6}
 INT4_WITH_MIDDLE = 3
-# blocks of GGUF files.
-_FORMATS_OF_KINDS = {
-    "Q4_0": 3, "Q4_1": 8, "Q5_0": 11, "Q8_0": 11, "Q5_1": 12, "IQ4_NL": 13, "MXFP4": 14,
-    "Q4_K": 15, "Q5_K": 16, "Q6_K": 17, "Q2_K": 18, "Q3_K": 19, "IQ4_XS": 20,
-}  # fmt: skip
+# blocks of GGUF files, of which ``KINDS`` has the formats.
 # In PackedHeader of csrc/linear/packed_layout.h: format, inputs, outputs.
 _HEADER_BYTES = 64
 _HEADER_SIZES = slice(24, 40)
@@ -80,7 +74,7 @@ def format_of_packed(packed: Tensor, name: str) -> tuple[int, int | None]:
     For other bytes it is the number of the given name, and the ops refuse the weight.
     """
     if name in KINDS:
-        return format_of_kind(name), group_size_of_kind(name)
+        return KINDS[name].format, KINDS[name].group_size
     of_name: dict[int, int | None] = {FORMATS[name]: None}
     if name == "int8":
         of_name[_INT8_UNROTATED] = None
@@ -94,16 +88,6 @@ def format_of_packed(packed: Tensor, name: str) -> tuple[int, int | None]:
     if number not in of_name:
         number = FORMATS[name]
     return number, of_name[number]
-
-
-def format_of_kind(kind: str) -> int:
-    """Return the format that stores blocks of GGUF files unchanged."""
-    return _FORMATS_OF_KINDS[kind]
-
-
-def group_size_of_kind(kind: str) -> int:
-    """Return the number of elements of these blocks that share a scale."""
-    return 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32
 
 
 def format_of_head(name: str) -> str:
@@ -157,7 +141,7 @@ def _format_of(weight: Tensor | QuantizedWeight, name: str) -> int:
     if name != AS_IT_IS:
         return FORMATS[name]
     if isinstance(weight, QuantizedWeight):
-        return format_of_kind(weight.kind)
+        return KINDS[weight.kind].format
     return FORMATS["bfloat16" if weight.dtype == torch.bfloat16 else "float32"]
 
 

@@ -19,9 +19,7 @@ from lmdecode.linear.formats import (
     FORMATS_WITH_ZEROS,
     INT4_WITH_MIDDLE,
     check_linear_format,
-    format_of_kind,
     format_of_packed,
-    group_size_of_kind,
 )
 from lmdecode.linear.quantized_weight import KINDS, QuantizedWeight
 
@@ -244,11 +242,11 @@ class PackedLinear:
         if not isinstance(weight, QuantizedWeight):
             raise type_error(op, "weight", weight, "a QuantizedWeight")
         layer = cls.__new__(cls)
-        layer.dtype, layer._format = weight.kind, format_of_kind(weight.kind)
-        layer.group_size = group_size_of_kind(weight.kind)
+        kind = KINDS[weight.kind]
+        layer.dtype, layer._format, layer.group_size = weight.kind, kind.format, kind.group_size
         layer.out_features, layer.in_features = weight.shape
         layer.bias = layer._checked_bias(op, bias)
-        layer.packed = _pack_gguf_linear(weight.data, KINDS[weight.kind].number)
+        layer.packed = _pack_gguf_linear(weight.data, kind.number)
         return layer
 
     @classmethod

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmdecode._checks import type_error
 from lmdecode._ops import ops
-from lmdecode.linear.block_types import KINDS
 
 __all__ = [
-    "KINDS", "JoinedWeight", "LinearWeight", "QuantizedWeight", "index_rows",
+    "KINDS", "BlockType", "JoinedWeight", "LinearWeight", "QuantizedWeight", "index_rows",
     "join_columns", "join_rows",
 ]  # fmt: skip
+
+
+class BlockType(NamedTuple):
+    """A type of llama.cpp's blocks; ``number`` is its number in files."""
+
+    block_size: int  # weights, consecutive in a row
+    block_bytes: int
+    number: int
+    format: int  # of packed weights, which hold the blocks unchanged
+    group_size: int  # weights that share a scale
+
+
+def _block_types() -> Iterator[tuple[str, BlockType]]:
+    for index in count():
+        name, *numbers = ops.gguf_type(index)
+        if not name:
+            return
+        yield name.to_bytes(8, "little").rstrip(b"\0").decode(), BlockType(*numbers)
+
+
+#: By the names of ggml; ``lmdecode.reference.gguf`` reads the blocks.
+KINDS: dict[str, BlockType] = dict(_block_types())
 
 
 class QuantizedWeight:

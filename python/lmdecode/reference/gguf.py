@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lmdecode.linear.block_types import KINDS
-
 __all__ = ["dequantize_blocks"]
 
 # What four bits stand for: in IQ4_NL and IQ4_XS, and in MXFP4 (twice its numbers).
@@ -136,36 +134,39 @@ def _mxfp4(b: Tensor) -> Tensor:
     return _times(bits.view(torch.float32), numbers).flatten(1)
 
 
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
+# Weights and bytes of a block, and the function that reads it, by the names of ggml.
+_KINDS: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
+    "Q4_0": (32, 18, _q4_0),
+    "Q4_1": (32, 20, _q4_1),
+    "Q5_0": (32, 22, _q5_0),
+    "Q5_1": (32, 24, _q5_1),
+    "Q8_0": (32, 34, _q8_0),
+    "Q2_K": (256, 84, _q2_k),
+    "Q3_K": (256, 110, _q3_k),
+    "Q4_K": (256, 144, _q4_k),
+    "Q5_K": (256, 176, _q5_k),
+    "Q6_K": (256, 210, _q6_k),
+    "IQ4_NL": (32, 18, _iq4_nl),
+    "IQ4_XS": (256, 136, _iq4_xs),
+    "MXFP4": (32, 17, _mxfp4),
 }
 
 
 def dequantize_blocks(data: Tensor, kind: str) -> Tensor:
     """Return blocks, uint8 [..., bytes], as float32 [..., weights], bit for bit as llama.cpp.
 
-    ``kind`` is one of ``lmdecode.linear.block_types.KINDS``. Raises ValueError for another kind or
-    dtype, and for rows that are not whole blocks.
+    ``kind`` is a type of blocks by ggml's name. Raises ValueError for another kind or dtype, and
+    for rows that are not whole blocks.
     """
-    if kind not in KINDS:
-        raise ValueError(f"dequantize_blocks: kind is {kind!r}; expected one of {', '.join(KINDS)}")
+    if kind not in _KINDS:
+        raise ValueError(
+            f"dequantize_blocks: kind is {kind!r}; expected one of {', '.join(_KINDS)}"
+        )
     if data.dtype != torch.uint8 or data.dim() == 0:
         raise ValueError(
             f"dequantize_blocks: data is {data.dtype} {list(data.shape)}; expected uint8 rows"
         )
-    size, block_bytes, _ = KINDS[kind]
+    size, block_bytes, read = _KINDS[kind]
     blocks, left = divmod(data.shape[-1], block_bytes)
     if left:
         raise ValueError(
@@ -176,5 +177,5 @@ def dequantize_blocks(data: Tensor, kind: str) -> Tensor:
     values = torch.empty(len(flat), size)
     for begin in range(0, len(flat), _BLOCKS_AT_ONCE * 32 // size):
         part = slice(begin, begin + _BLOCKS_AT_ONCE * 32 // size)
-        values[part] = _FUNCTIONS[kind](flat[part])
+        values[part] = read(flat[part])
     return values.view(*data.shape[:-1], blocks * size)

@@ -35,8 +35,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _LEAST_BYTES = {_STRING: 8, _ARRAY: 12}  # of an element
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-_BLOCKS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
-           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
+_BLOCKS = {kind.number: name for name, kind in KINDS.items()}
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
            21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
            29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"}  # fmt: skip
@@ -283,7 +282,7 @@ class GgufFile:
                 f"tensor {name!r} is of the type {found}; expected one of {expected}"
             )
         kind = _BLOCKS[number]
-        block_size, block_bytes, _ = KINDS[kind]
+        block_size, block_bytes, *_ = KINDS[kind]
         if shape[-1] % block_size:
             raise cursor.error(
                 f"tensor {name!r} has rows of {shape[-1]} elements; expected a multiple of "
