@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <charconv>
+#include <limits>
+#include <locale>
+#include <sstream>
 
 namespace lmdecode::decoder {
 
@@ -104,9 +107,13 @@ int64_t ModelRecord::to_integer(const std::string& name, std::string_view value,
 }
 
 float ModelRecord::to_number(const std::string& name, std::string_view value) const {
+  if (value == "Infinity") return std::numeric_limits<float>::infinity();  // as JSON of Python has
+  std::istringstream text{std::string(value)};  // from_chars of floats would need a newer libstdc++
+  text.imbue(std::locale::classic());
   double number = 0.0;
-  const auto [end, error] = std::from_chars(value.begin(), value.end(), number);
-  if (error == std::errc() && end == value.end()) return static_cast<float>(number);
+  if (text >> number && text.peek() == std::istringstream::traits_type::eof()) {
+    return static_cast<float>(number);
+  }
   fail(op_, name, " is ", shown(value), "; expected a number");
 }
 
