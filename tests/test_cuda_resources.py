@@ -162,21 +162,18 @@ def write_table() -> None:
     """Write tests/cuda_resources.md of the installed library."""
     kernels = kernels_of(find_cuobjdump(), _library(), ARCH)
     lines = [
-        "# Resources of the CUDA kernels",
-        "",
+        "# Resources of the CUDA kernels", "",
         f"Of {ARCH}, compiled by nvcc {_nvcc_version()}, as `cuobjdump` has them.",
         "`tests/test_cuda_resources.py` holds every build to them, and writes them:",
-        "`python -m tests.test_cuda_resources`. Nothing here is a measurement of time.",
-        "",
+        "`python -m tests.test_cuda_resources`. Nothing here is a measurement of time.", "",
         "- **stack**: bytes of a thread, for spilled registers and arrays that have an index.",
         "- **loop**: instructions of the main loop, whichever branches are taken. That is the",
         "  shortest with all products of tensor cores, or else the first that copies 16 bytes.",
         "- **HMMA**, **copies**, **spills**: of these, products, copies of 16 bytes from global",
-        "  memory, and loads and stores of spilled registers.",
-        "",
+        "  memory, and loads and stores of spilled registers.", "",
         "| kernel | registers | stack | loop | HMMA | copies | spills |",
         "|---|---|---|---|---|---|---|",
-    ]
+    ]  # fmt: skip
     for name in sorted(kernels):
         cells = [f"`{name}`", *_row(kernels[name])[1:]]
         lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")

@@ -326,15 +326,12 @@ def test_processors_of_each_request(dialect: str) -> None:
     model = TableModel(VOCAB, 18)
     base = {"dialect": dialect, "eos_token_id": 0, "num_return_sequences": 3, "max_new_tokens": 8}
     requests = [
-        _request(**base),
-        _request(**base, min_new_tokens=8),
-        _request(**base, suppress_tokens=[1, 2, 3, 4]),
-        _request(**base, no_repeat_ngram_size=1),
+        _request(**base), _request(**base, min_new_tokens=8),
+        _request(**base, suppress_tokens=[1, 2, 3, 4]), _request(**base, no_repeat_ngram_size=1),
         _request(5, **base, forced_bos_token_id=9),
         _request(**base, forced_eos_token_id=0, min_new_tokens=1),
-        _request(**base, logit_bias={6: 50.0, 99: 1.0}),
-        _request(**base, repetition_penalty=1e4),
-    ]
+        _request(**base, logit_bias={6: 50.0, 99: 1.0}), _request(**base, repetition_penalty=1e4),
+    ]  # fmt: skip
     results = run_requests(BeamSearch(), model, list(enumerate(requests)))
     new = [[results[n].new_tokens(rank) for rank in range(3)] for n in range(len(requests))]
     assert all(len(tokens) >= 7 for tokens in new[1])

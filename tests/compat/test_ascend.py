@@ -478,11 +478,8 @@ ERRORS = [
     ({"topP": True}, TypeError, r"topP is of type bool; expected a number"),
     ({"topP": math.nan}, ValueError, r"topP is nan; expected a number"),
     ({"topP": ONES.half()}, ValueError, r"topP has dtype float16; expected float32, the dtype of"),
-    (
-        {"logits": HALF, "topP": ONES},
-        ValueError,
-        r"topP has dtype float32; expected float16, the dtype of logits",
-    ),
+    ({"logits": HALF, "topP": ONES}, ValueError,
+     r"topP has dtype float32; expected float16, the dtype of logits"),
     ({"topP": ONES[:, None]}, ValueError, r"topP has shape \[2, 1\]; expected \[2\]"),
     ({"q": 1.0}, TypeError, r"q is of type float; expected a tensor or None"),
     ({"q": HALF}, ValueError, r"q has dtype float16; expected float32$"),
@@ -494,7 +491,7 @@ ERRORS = [
     ({"isNeedLogits": 2}, TypeError, r"isNeedLogits is 2; expected True or False"),
     ({"topKGuess": 0}, ValueError, r"topKGuess is 0; expected an int >= 1"),
     ({"topKGuess": 1.5}, TypeError, r"topKGuess is of type float; expected an int"),
-]
+]  # fmt: skip
 V2_ERRORS = [
     ({"minPs": "a"}, TypeError, r"minPs is of type str; expected a number or a tensor"),
     ({"minPs": ONES.bfloat16()}, ValueError, r"minPs has dtype bfloat16; expected float32"),
@@ -504,12 +501,9 @@ V2_ERRORS = [
     ({"ksMax": 8.0}, TypeError, r"ksMax is of type float; expected an int"),
     ({"inputIsLogits": None}, TypeError, r"inputIsLogits is None; expected True or False"),
     ({"isNeedSampleResult": "yes"}, TypeError, r"isNeedSampleResult is 'yes'; expected True"),
-    (
-        {"isNeedSampleResult": True, "q": torch.ones(2, 8)},
-        ValueError,
-        r"q and isNeedSampleResult=True were both given; expected q to be None then",
-    ),
-]
+    ({"isNeedSampleResult": True, "q": torch.ones(2, 8)}, ValueError,
+     r"q and isNeedSampleResult=True were both given; expected q to be None then"),
+]  # fmt: skip
 CASES = [
     *itertools.product(["top_k_top_p_sample", "top_k_top_p_sample_v2"], ERRORS),
     *itertools.product(["top_k_top_p_sample_v2"], V2_ERRORS),

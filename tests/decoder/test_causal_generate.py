@@ -452,17 +452,8 @@ WORDS = (
     "Woe", "Then answered", "There was a man in the land of Uz", "Hear", "My son", "I am",
 )  # fmt: skip
 MORE_WORDS = (
-    "",
-    " and",
-    " the",
-    " that he",
-    " of Israel",
-    ", saying",
-    " not",
-    " in the",
-    " I",
-    " his",
-)
+    "", " and", " the", " that he", " of Israel", ", saying", " not", " in the", " I", " his",
+)  # fmt: skip
 
 
 @functools.cache

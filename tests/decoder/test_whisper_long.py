@@ -35,15 +35,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"language": "en", "condition_on_prev_tokens": True, "bad_words_ids": [[5, 6, 7]]},
     {"language": "en", "condition_on_prev_tokens": True, "prompt_ids": PROMPT},
     {
-        "language": "en",
-        "condition_on_prev_tokens": True,
-        "prompt_ids": PROMPT,
+        "language": "en", "condition_on_prev_tokens": True, "prompt_ids": PROMPT,
         "prompt_condition_type": "all-segments",
     },
     {"compression_ratio_threshold": 1.2, "temperature": (0.0,)},
     {"logprob_threshold": -1.0, "temperature": (0.0,)},
     {"max_new_tokens": 7, "min_new_tokens": 3},
-]
+]  # fmt: skip
 
 
 def check(arguments: dict[str, Any], seed: int = 0, **options: Any) -> Any:

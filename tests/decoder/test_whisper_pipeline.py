@@ -34,14 +34,11 @@ CALLS: list[dict[str, Any]] = [
     {
         "return_timestamps": True,
         "generate_kwargs": {
-            "condition_on_prev_tokens": True,
-            "temperature": (0.0, 1e-4),
-            "logprob_threshold": -1.0,
-            "no_speech_threshold": 0.6,
-            "compression_ratio_threshold": 1.35,
+            "condition_on_prev_tokens": True, "temperature": (0.0, 1e-4), "logprob_threshold": -1.0,
+            "no_speech_threshold": 0.6, "compression_ratio_threshold": 1.35,
         },
     },
-]
+]  # fmt: skip
 
 
 PIPELINE = pytest.mark.skipif(

@@ -28,11 +28,8 @@ OPTIONS: list[dict[str, Any]] = [
 def check(arguments: dict[str, Any], seed: int = 0) -> Any:
     model, decoding = whisper_pair(seed)
     arguments = {
-        "language": "en",
-        "return_timestamps": True,
-        "return_token_timestamps": True,
-        **arguments,
-    }
+        "language": "en", "return_timestamps": True, "return_token_timestamps": True, **arguments,
+    }  # fmt: skip
     expected, got = model.generate(**arguments), decoding.generate(**arguments)
     assert got["sequences"].tolist() == expected["sequences"].tolist()
     assert got["token_timestamps"].dtype == torch.float32

@@ -350,23 +350,14 @@ def test_bad_input() -> None:
         ({"assistant_model": other}, ValueError, "a vocabulary of 50 tokens; expected 101"),
         ({"assistant_model": decoding, "num_assistant_tokens": 0}, ValueError, "s is 0; expec"),
         ({"assistant_model": decoding, "num_assistant_tokens": 1.0}, TypeError, "type float"),
-        (
-            {"assistant_model": decoding, "assistant_confidence_threshold": 1.5},
-            ValueError,
-            "assistant_confidence_threshold is 1.5; expected 0 to 1",
-        ),
-        (
-            {"assistant_model": decoding, "num_assistant_tokens_schedule": "heuristic"},
-            ValueError,
-            "num_assistant_tokens_schedule is 'heuristic'",
-        ),
-        (
-            {"assistant_model": decoding, "prompt_lookup_num_tokens": 3},
-            ValueError,
-            "prompt_lookup_num_tokens is 3; expected None with an assistant_model",
-        ),
+        ({"assistant_model": decoding, "assistant_confidence_threshold": 1.5}, ValueError,
+         "assistant_confidence_threshold is 1.5; expected 0 to 1"),
+        ({"assistant_model": decoding, "num_assistant_tokens_schedule": "heuristic"}, ValueError,
+         "num_assistant_tokens_schedule is 'heuristic'"),
+        ({"assistant_model": decoding, "prompt_lookup_num_tokens": 3}, ValueError,
+         "prompt_lookup_num_tokens is 3; expected None with an assistant_model"),
         ({"prompt_lookup_num_tokens": 0}, ValueError, "prompt_lookup_num_tokens is 0"),
-    ]
+    ]  # fmt: skip
     for arguments, error, message in wrong:
         with pytest.raises(error, match=f"^Decoding.engine: .*{message}"):
             decoding.engine(max_requests=1, capacity=9, **arguments)

@@ -316,11 +316,9 @@ CALLS: dict[str, tuple[str, Any]] = {
     "parents: too many": (r"parents has shape \[5\]", lambda t: t.reorder_([0] * 5)),
     "parents: float": (r"parents has dtype", lambda t: t.reorder_(torch.tensor([0.0]))),
     "parents: a matrix": (r"parents has shape", lambda t: t.reorder_(torch.zeros(1, 1).long())),
-    "parents: meta": (
-        r"parents is on meta",
-        lambda t: t.reorder_(torch.zeros(1).long().to("meta")),
-    ),
-}
+    "parents: meta": (r"parents is on meta",
+                      lambda t: t.reorder_(torch.zeros(1).long().to("meta"))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CALLS)

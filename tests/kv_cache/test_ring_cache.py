@@ -58,16 +58,14 @@ def chunk(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("append"), st.integers(0, 25)),
-        st.tuples(st.just("append"), st.just(1)),
+        st.tuples(st.just("append"), st.integers(0, 25)), st.tuples(st.just("append"), st.just(1)),
         st.tuples(st.just("rollback"), st.integers(0, 12)),
         st.tuples(st.just("reorder"), st.lists(st.integers(0, 2), min_size=3, max_size=3)),
-        st.tuples(st.just("snapshot"), st.just(0)),
-        st.tuples(st.just("restore"), st.just(0)),
+        st.tuples(st.just("snapshot"), st.just(0)), st.tuples(st.just("restore"), st.just(0)),
         st.tuples(st.just("reset"), st.just(0)),
     ),
     max_size=40,
-)
+)  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -303,13 +301,9 @@ def compare(
 
 
 LENGTHS = [
-    [1] * 40,
-    [30, *[1] * 20],
-    [3, 1, 1, 4, 2, 1, 9, 1, 1, 1, 17, 1, 40, 1, 1],
-    [5] * 9,
-    [200, 1, 1, 100, 1],
-    [1, 0, 2],
-]
+    [1] * 40, [30, *[1] * 20], [3, 1, 1, 4, 2, 1, 9, 1, 1, 1, 17, 1, 40, 1, 1], [5] * 9,
+    [200, 1, 1, 100, 1], [1, 0, 2],
+]  # fmt: skip
 OPTIONS: dict[str, dict] = {
     "plain": {},
     "scale and softcap": dict(scale=0.7, softcap=3.0),
@@ -396,39 +390,27 @@ CALLS = [
     (r"RingKVCache: window is of type NoneType", lambda c: RingKVCache(1, 1, 1, None)),
     (r"RingKVCache: capacity is 7; expected at least 8, the window", lambda c: make(8, 7)),
     (r"RingKVCache: num_sink_tokens is -1", lambda c: make(8, 8, -1)),
-    (
-        r"RingKVCache: dtype is of type str; expected a torch.dtype",
-        lambda c: RingKVCache(1, 1, 1, 1, dtype="float32"),
-    ),
-    (
-        r"restore: snapshot is of type tuple; expected a RingSnapshot",
-        lambda c: c.restore((30, K, V)),
-    ),
+    (r"RingKVCache: dtype is of type str; expected a torch.dtype",
+     lambda c: RingKVCache(1, 1, 1, 1, dtype="float32")),
+    (r"restore: snapshot is of type tuple; expected a RingSnapshot",
+     lambda c: c.restore((30, K, V))),
     (r"RingKVCache: batch is -2", lambda c: RingKVCache(-2, 1, 1, 1)),
     (r"RingKVCache: k is of type list", lambda c: c.append([1], V)),
-    (
-        "v has another dtype than the cache, float16; expected float32",
-        lambda c: c.attend(Q, K, V.half()),
-    ),
+    ("v has another dtype than the cache, float16; expected float32",
+     lambda c: c.attend(Q, K, V.half())),
     (r"RingKVCache: v requires a gradient", lambda c: c.append(K, V.clone().requires_grad_())),
     (r"k has shape \[2, 2, 2, 4\]", lambda c: c.append(K[:2], V)),
     (r"k has another dtype", lambda c: c.append(K.half(), V)),
     (r"rollback: num_tokens is -1", lambda c: c.rollback(-1)),
     (r"rollback: num_tokens is 31; expected 0 to 30", lambda c: c.rollback(31)),
     (r"rollback: num_tokens is 4; expected at most 3", lambda c: c.rollback(4)),
-    (
-        r"restore: num_tokens is 1099511627777; expected 0 to 2\^40",
-        lambda c: c.restore(c.snapshot()._replace(num_tokens=2**40 + 1)),
-    ),
+    (r"restore: num_tokens is 1099511627777; expected 0 to 2\^40",
+     lambda c: c.restore(c.snapshot()._replace(num_tokens=2**40 + 1))),
     (r"rollback: num_tokens is of type Tensor", lambda c: c.rollback(torch.tensor(1))),
-    (
-        r"restore: keys of the snapshot are .*\[3, 2, 9, 4\]; expected .*\[3, 2, 8, 4\]",
-        lambda c: c.restore(lmdecode.RingSnapshot(30, *(chunk(9)))),
-    ),
-    (
-        r"restore: values of the snapshot are torch.float16",
-        lambda c: c.restore(lmdecode.RingSnapshot(30, chunk(8)[0], chunk(8)[1].half())),
-    ),
+    (r"restore: keys of the snapshot are .*\[3, 2, 9, 4\]; expected .*\[3, 2, 8, 4\]",
+     lambda c: c.restore(lmdecode.RingSnapshot(30, *(chunk(9))))),
+    (r"restore: values of the snapshot are torch.float16",
+     lambda c: c.restore(lmdecode.RingSnapshot(30, chunk(8)[0], chunk(8)[1].half()))),
     (r"ordered: length is 12; expected 0 to 11", lambda c: c.ordered(12)),
     (r"rows is of type list", lambda c: c.reorder_([1, 0, 0])),
     (r"parents\[0\] is 3", lambda c: c.reorder_(torch.tensor([3, 0, 0]))),
@@ -436,24 +418,16 @@ CALLS = [
     (r"attend: v is of type NoneType", lambda c: c.attend(Q, K)),
     (r"attend: q has shape \[4, 2, 4\]", lambda c: c.attend(Q[0], K, V)),
     (r"attend: v has shape \[2, 2, 6\]", lambda c: c.attend(Q, K, V[0])),
-    (
-        r"attend: q has 5 tokens; expected at most 4: .* overwritten",
-        lambda c: c.attend(torch.randn(BATCH, 4, 5, SIZE)),
-    ),
-    (
-        r"attend: q has 40 tokens; expected at most 32",
-        lambda c: c.attend(torch.randn(BATCH, 4, 40, SIZE), K, V),
-    ),
-    (
-        r"attend: key_padding_mask has shape \[3, 30\]; expected \[3, 32\]",
-        lambda c: c.attend(Q, K, V, key_padding_mask=torch.ones(3, 30, dtype=torch.bool)),
-    ),
-    (
-        r"expected a divisor of the 3 heads of q",
-        lambda c: c.attend(torch.randn(BATCH, 3, 2, SIZE), K, V),
-    ),
+    (r"attend: q has 5 tokens; expected at most 4: .* overwritten",
+     lambda c: c.attend(torch.randn(BATCH, 4, 5, SIZE))),
+    (r"attend: q has 40 tokens; expected at most 32",
+     lambda c: c.attend(torch.randn(BATCH, 4, 40, SIZE), K, V)),
+    (r"attend: key_padding_mask has shape \[3, 30\]; expected \[3, 32\]",
+     lambda c: c.attend(Q, K, V, key_padding_mask=torch.ones(3, 30, dtype=torch.bool))),
+    (r"expected a divisor of the 3 heads of q",
+     lambda c: c.attend(torch.randn(BATCH, 3, 2, SIZE), K, V)),
     (r"k has shape", lambda c: c.attend(Q, K[:, :1], V)),
-]
+]  # fmt: skip
 
 
 @wrong_calls(CALLS)

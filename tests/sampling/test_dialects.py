@@ -328,31 +328,11 @@ BY_HAND: list[tuple[str, dict[str, object], list[float], dict[str, list[int]]]] 
             "ascend_v2": [0, 1],
         },
     ),
-    (
-        "p <= 0",
-        {"top_p": 0.0},
-        [1.0, 3.0, 3.0],
-        {
-            "lmdecode": [1],
-            "transformers": [2],
-            "vllm": [2],
-            "ascend_v1": [0, 1, 2],
-            "ascend_v2": [1],
-        },
-    ),
-    (
-        "min_p >= 1",
-        {"min_p": 1.0},
-        [1.0, 3.0, 3.0],
-        {
-            "lmdecode": [1],
-            "transformers": [1, 2],
-            "vllm": [1, 2],
-            "ascend_v1": [1],
-            "ascend_v2": [1],
-        },
-    ),
-]
+    ("p <= 0", {"top_p": 0.0}, [1.0, 3.0, 3.0],
+     {"lmdecode": [1], "transformers": [2], "vllm": [2], "ascend_v1": [0, 1, 2], "ascend_v2": [1]}),
+    ("min_p >= 1", {"min_p": 1.0}, [1.0, 3.0, 3.0],
+     {"lmdecode": [1], "transformers": [1, 2], "vllm": [1, 2], "ascend_v1": [1], "ascend_v2": [1]}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("point", BY_HAND, ids=lambda point: point[0])

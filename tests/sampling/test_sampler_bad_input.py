@@ -284,17 +284,8 @@ def test_wrong_sizes_of_a_step(changes: dict[int, Any], error: str) -> None:
     state, sizes = new_rows()
     before = state.clone()
     step = [
-        state,
-        LOGITS,
-        None,
-        torch.zeros(26, dtype=torch.uint8),
-        None,
-        None,
-        None,
-        *sizes,
-        -1,
-        1,
-    ]
+        state, LOGITS, None, torch.zeros(26, dtype=torch.uint8), None, None, None, *sizes, -1, 1,
+    ]  # fmt: skip
     for place, value in changes.items():
         step[place] = value
     with pytest.raises(ValueError, match=error):
@@ -306,17 +297,8 @@ def test_a_full_text() -> None:
     state, sizes = new_rows()
     ops.sampler_accept_(state, *sizes, 0, torch.zeros(61, dtype=torch.int64))
     step = (
-        state,
-        LOGITS,
-        None,
-        torch.zeros(26, dtype=torch.uint8),
-        None,
-        None,
-        None,
-        *sizes,
-        -1,
-        1,
-    )
+        state, LOGITS, None, torch.zeros(26, dtype=torch.uint8), None, None, None, *sizes, -1, 1,
+    )  # fmt: skip
     with pytest.raises(ValueError, match=r"state\[0\] has 64 tokens of text; expected room for 1"):
         ops.sampler_step_(*step)
     with pytest.raises(ValueError, match="tokens are 1 behind 64; expected at most 64"):

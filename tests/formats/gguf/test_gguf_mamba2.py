@@ -90,41 +90,21 @@ def test_vectors_that_a_program_wrote_again(tmp_path: Path) -> None:
 _HUGE = (1 << 31) - 32  # a multiple of all sizes here
 BAD_ENTRIES: list[tuple[tuple[str, str], str, Any, str]] = [
     (EXPERTS, "ssm.inner_size", 48, "has an ssm.inner_size 48; expected a multiple of its 32 fea"),
-    (
-        EXPERTS,
-        "ssm.inner_size",
-        96,
-        "blk.0.ssm_in.weight of 176 rows; expected 240, of 96 features",
-    ),
+    (EXPERTS, "ssm.inner_size", 96,
+     "blk.0.ssm_in.weight of 176 rows; expected 240, of 96 features"),
     (FALCON, "ssm.inner_size", _HUGE, "for falcon-h1.ssm.inner_size; expected at most 142, the la"),
     (EXPERTS, "ssm.time_step_rank", 7, "has 7 heads of Mamba-2; expected a divisor of 64"),
-    (
-        EXPERTS,
-        "ssm.time_step_rank",
-        16,
-        "blk.0.ssm_in.weight of 176 rows; expected 184, of 64 feat",
-    ),
+    (EXPERTS, "ssm.time_step_rank", 16,
+     "blk.0.ssm_in.weight of 176 rows; expected 184, of 64 feat"),
     (FALCON, "ssm.time_step_rank", 0, "has 0 for falcon-h1.ssm.time_step_rank; expected one int"),
     (FALCON, "ssm.group_count", 4, "has 4 groups of its heads of Mamba-2; expected a divisor of 6"),
-    (
-        WITH_NORM,
-        "ssm.group_count",
-        3,
-        "of 142 rows; expected 162, of 48 features, 3 groups with sta",
-    ),
-    (
-        EXPERTS,
-        "ssm.state_size",
-        _HUGE,
-        "granitehybrid.ssm.state_size; expected at most 176, the la",
-    ),
+    (WITH_NORM, "ssm.group_count", 3,
+     "of 142 rows; expected 162, of 48 features, 3 groups with sta"),
+    (EXPERTS, "ssm.state_size", _HUGE,
+     "granitehybrid.ssm.state_size; expected at most 176, the la"),
     (EXPERTS, "ssm.conv_kernel", _HUGE, "granitehybrid.ssm.conv_kernel; expected at most 176"),
-    (
-        EXPERTS,
-        "ssm.state_size",
-        170,
-        "ssm_in.weight of 176 rows; expected 816, of 64 features, 2 g",
-    ),
+    (EXPERTS, "ssm.state_size", 170,
+     "ssm_in.weight of 176 rows; expected 816, of 64 features, 2 g"),
     (FALCON, "attention.key_length", _HUGE, "falcon-h1.attention.key_length; expected at most 142"),
     (FALCON, "feed_forward_length", _HUGE, "ffn_gate.weight of shape [44, 32]; expected [2147483"),
     (EXPERTS, "ssm.conv_kernel", 3, "ssm_conv1d.weight of shape [104, 4]; expected [104, 3]"),
@@ -132,12 +112,8 @@ BAD_ENTRIES: list[tuple[tuple[str, str], str, Any, str]] = [
     (EXPERTS, "attention.head_count_kv", [2, 2, 0], "has no tensor 'blk.0.attn_q.weight'"),
     (EXPERTS, "attention.head_count_kv", [0, 2], "expected 3 ints of at least 0"),
     (EXPERTS, "feed_forward_length", 45, "ffn_gate_exps.weight of shape [6, 44, 32]; expected [6"),
-    (
-        EXPERTS,
-        "expert_shared_feed_forward_length",
-        29,
-        "shexp.weight of shape [28, 32]; expected [",
-    ),
+    (EXPERTS, "expert_shared_feed_forward_length", 29,
+     "shexp.weight of shape [28, 32]; expected ["),
     (EXPERTS, "expert_count", 0, "ffn_gate_shexp.weight of shape [28, 32]; expected [44, 32]"),
     (EXPERTS, "expert_count", 7, "ffn_gate_inp.weight of shape [6, 32]; expected [7, 32]"),
     (EXPERTS, "expert_used_count", 7, "has 7 experts of a token; expected at most 6"),
@@ -146,7 +122,7 @@ BAD_ENTRIES: list[tuple[tuple[str, str], str, Any, str]] = [
     (DENSE, "feed_forward_length", 29, "ffn_gate.weight of shape [28, 32]; expected [29, 32]"),
     (FALCON, "attention.key_length", 9, "has values of 8 features; expected keys', 9"),
     (FALCON, "attention.head_count_kv", 4, "attn_k.weight of shape [16, 32]; expected [32, 32]"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_ENTRIES, ids=lambda case: f"{case[0][0]} {case[1]} {case[2]}")

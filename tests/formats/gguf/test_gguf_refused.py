@@ -35,11 +35,8 @@ def _replaced(path: Path, key: str, value: Any) -> None:
 
 
 BAD_ENTRIES: list[tuple[str, Any, str]] = [
-    (
-        "general.architecture",
-        "mamba",
-        "is of the architecture 'mamba'; expected one of falcon-h1, gemma2,",
-    ),
+    ("general.architecture", "mamba",
+     "is of the architecture 'mamba'; expected one of falcon-h1, gemma2,"),
     (KEY("block_count"), None, "has None for llama.block_count; expected one int of at least 1"),
     (KEY("block_count"), 3, "has tensors of 2 layers; expected 3"),
     (KEY("block_count"), 2**31 - 2, "has tensors of 2 layers; expected 2147483646"),
@@ -54,7 +51,7 @@ BAD_ENTRIES: list[tuple[str, Any, str]] = [
     (KEY("rope.freq_base"), float("nan"), "has nan for llama.rope.freq_base; expected a number"),
     (KEY("attention.layer_norm_rms_epsilon"), float("inf"), "has inf for llama.attention"),
     ("tokenizer.ggml.eos_token_id", 101, "has 101 for tokenizer.ggml.eos_token_id; expected a"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_ENTRIES, ids=lambda case: f"{case[0]} {case[1]}")

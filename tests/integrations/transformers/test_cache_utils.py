@@ -182,14 +182,12 @@ UNKNOWN: dict[str, tuple[str, Callable[[], Any]]] = {
     "an object": (r"cache is of type Silent", Silent),
     "None": (r"cache is of type NoneType", lambda: None),
     "a tensor": (r"cache is of type Tensor", lambda: states(4, 3)),
-    "a layer": (
-        r"cache.layers\[1\] is of type Silent, which has no reorder_cache",
-        lambda: Cache(layers=[run(DynamicCache(), 1).layers[0], Silent()]),
-    ),
+    "a layer": (r"cache.layers\[1\] is of type Silent, which has no reorder_cache",
+                lambda: Cache(layers=[run(DynamicCache(), 1).layers[0], Silent()])),
     "a tuple of tensors": (r"cache\[0\] holds Tensor", lambda: (states(4, 3), states(4, 3))),
     "a tuple of lists": (r"cache\[1\] holds list", lambda: ((None, None), ([1], [2]))),
     "one tensor a layer": (r"cache\[0\] holds Tensor", lambda: [(states(4, 3),)]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
@@ -280,13 +278,10 @@ WRONG_WIDTHS: dict[str, tuple[str, type[Exception], tuple[Any, Any]]] = {
     "a float": (r"num_beams is \[1.5\]", ValueError, (run(DynamicCache()), [1.5])),
     "too few": (r"2 entries; expected 4", ValueError, (run(DynamicCache()), [2, 3])),
     "too few, equal": (r"2 entries; expected 4", ValueError, (run(DynamicCache()), [2, 2])),
-    "static": (
-        r"layers\[0\] is of type StaticLayer",
-        TypeError,
-        (run(StaticCache(llama_config(), max_cache_len=9)), 2),
-    ),
+    "static": (r"layers\[0\] is of type StaticLayer", TypeError,
+               (run(StaticCache(llama_config(), max_cache_len=9)), 2)),
     "a tuple": (r"cache is of type tuple", TypeError, ((), 2)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG_WIDTHS)

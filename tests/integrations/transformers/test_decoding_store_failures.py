@@ -150,18 +150,15 @@ def test_the_tokenizer_is_no_matter_of_bits(tmp_path: Path) -> None:
     [
         (PROMPT.repeat(2, 1), {}, r"input_ids has shape \[2, 37\]; expected \[1, n\]"),
         (PROMPT[:, :0], {}, r"input_ids has shape \[1, 0\]; expected \[1, n\]"),
-        (
-            PROMPT,
-            {"attention_mask": torch.cat([torch.zeros(1, 1), torch.ones(1, 36)], 1)},
-            "attention_mask has zeros",
-        ),
+        (PROMPT, {"attention_mask": torch.cat([torch.zeros(1, 1), torch.ones(1, 36)], 1)},
+         "attention_mask has zeros"),
         (torch.full((1, 3), PAD), {}, "the tokens have the padding token 0.*attention_mask=torch"),
         (PROMPT, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences is 2"),
         (PROMPT, {"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens is given"),
         (PROMPT, {"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds is given"),
         (PROMPT, {"use_cache": False}, "use_cache is False"),
     ],
-)
+)  # fmt: skip
 def test_refused(ids: torch.Tensor, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     decoding = decoding_of(LLAMA)
     with store_of(decoding, tmp_path) as store:

@@ -133,18 +133,14 @@ def test_every_option_of_transformers_is_known() -> None:
     ("texts", "arguments", "error", "message"),
     [
         ([[5], []], {}, ValueError, "a prompt is empty"),
-        (
-            [[5, 6]],
-            {"max_length": 2, "max_new_tokens": None},
-            ValueError,
-            "max_length less 2 .* is 0",
-        ),
+        ([[5, 6]], {"max_length": 2, "max_new_tokens": None}, ValueError,
+         "max_length less 2 .* is 0"),
         ([[5]], {"logits_processor": []}, TypeError, "logits_processor is given, which is no argu"),
         ([[5]], {"new_tokens": 3}, TypeError, "new_tokens is given"),
         ([[5], [10**6]], {}, RuntimeError, "of 2 requests failed, the first with req_.*index out"),
         ([[5] * 2000], {}, RuntimeError, "1 of 1 requests failed, the first with req_0: No reques"),
     ],
-)
+)  # fmt: skip
 def test_an_error_is_no_empty_list(
     llama: Any, texts: list[list[int]], arguments: dict[str, Any], error: Any, message: str
 ) -> None:

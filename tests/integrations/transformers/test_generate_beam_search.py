@@ -41,14 +41,12 @@ def test_tokens_and_scores(beam_model, prompts, early_stopping, results):
     """Without ``output_scores`` the op reads the model's logits; it is the scores' peer here."""
     for number, length_penalty in enumerate(PENALTIES):
         arguments = {
-            "num_beams": 3 + number % 2,
-            "num_return_sequences": 1 + number % 3,
-            "max_new_tokens": (14, 14, 10, 3)[number],
-            "early_stopping": early_stopping,
+            "num_beams": 3 + number % 2, "num_return_sequences": 1 + number % 3,
+            "max_new_tokens": (14, 14, 10, 3)[number], "early_stopping": early_stopping,
             "length_penalty": length_penalty,
             "eos_token_id": (END_TOKENS, EOS, END_TOKENS, None)[number],
             "return_dict_in_generate": True,
-        }
+        }  # fmt: skip
         scored, got = both(beam_model, prompts, **arguments, output_scores=True)
         assert_same(scored, got)
         expected, got = both(beam_model, prompts, **arguments)
@@ -193,16 +191,10 @@ def test_bound_beforehand(llama, prompts):
 def test_sampling_draws_what_transformers_draws(beam_model, prompts, early_stopping):
     for seed in range(6):
         arguments = {
-            "do_sample": True,
-            "num_beams": 3,
-            "num_return_sequences": 3,
-            "max_new_tokens": 10,
-            "early_stopping": early_stopping,
-            "length_penalty": PENALTIES[seed % 4],
-            "eos_token_id": (EOS, END_TOKENS)[seed % 2],
-            "temperature": 1.5,
-            "top_k": 40,
-        }
+            "do_sample": True, "num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 10,
+            "early_stopping": early_stopping, "length_penalty": PENALTIES[seed % 4],
+            "eos_token_id": (EOS, END_TOKENS)[seed % 2], "temperature": 1.5, "top_k": 40,
+        }  # fmt: skip
         more = EVERYTHING if seed == 5 else {"return_dict_in_generate": True}
         assert_same(*both(beam_model, prompts, seed=seed, **arguments, **more))
 
@@ -215,12 +207,9 @@ def test_seeds_of_sampling_differ(llama, prompts):
 
 def test_sampling_with_other_criteria(llama, prompts):
     arguments = {
-        "do_sample": True,
-        "num_beams": 3,
-        "max_new_tokens": 12,
-        "eos_token_id": END_TOKENS,
+        "do_sample": True, "num_beams": 3, "max_new_tokens": 12, "eos_token_id": END_TOKENS,
         "return_dict_in_generate": True,
-    }
+    }  # fmt: skip
     for seed in range(4):
         assert_same(
             *both(
@@ -245,11 +234,9 @@ class EndsIn(StoppingCriteria):
 def test_criteria_see_what_they_see_in_transformers(beam_model, prompts, output_scores):
     criteria = EndsIn(*range(20, 35)), EndsIn(*range(20, 35))
     arguments = {
-        "num_beams": 3,
-        "max_new_tokens": 10,
-        "return_dict_in_generate": True,
+        "num_beams": 3, "max_new_tokens": 10, "return_dict_in_generate": True,
         "output_scores": output_scores,
-    }
+    }  # fmt: skip
     expected, _ = both(beam_model, prompts, stopping_criteria=[criteria[0]], **arguments)
     calls = len(criteria[0].seen) // 2
     got = beam_model.generate(

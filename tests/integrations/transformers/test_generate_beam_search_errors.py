@@ -17,13 +17,11 @@ from tests.support.tiny_models import EOS, PAD
     [
         ({"num_beams": 1}, r"^num_beams: expected at least 2 for beam search, got 1$"),
         ({"num_beams": 2, "low_memory": True}, r"^low_memory: expected None, .* got True$"),
-        (
-            {"num_beams": 3, "prompt_lookup_num_tokens": 2},
-            r"^prompt_lookup_num_tokens: expected None, this is beam search, got 2$",
-        ),
+        ({"num_beams": 3, "prompt_lookup_num_tokens": 2},
+         r"^prompt_lookup_num_tokens: expected None, this is beam search, got 2$"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_options_that_are_refused(llama, prompts, arguments, message):
     with pytest.raises(ValueError, match=message):
         llama.generate(

@@ -37,21 +37,13 @@ EDITS = {
     "begin_suppress_tokens": [10, 16],
 }
 FILTERS = {
-    "top_h": 0.7,
-    "typical_p": 0.83,
-    "epsilon_cutoff": 0.021,
-    "eta_cutoff": 0.09,
-    "temperature": 0.8,
-    "top_k": 12,
-    "top_p": 0.93,
-    "min_p": 0.013,
-}
+    "top_h": 0.7, "typical_p": 0.83, "epsilon_cutoff": 0.021, "eta_cutoff": 0.09,
+    "temperature": 0.8, "top_k": 12, "top_p": 0.93, "min_p": 0.013,
+}  # fmt: skip
 PAIRS = [
-    *((name,) for name in (*EDITS, *FILTERS)),
-    *itertools.combinations((*EDITS, *FILTERS), 2),
-    tuple(EDITS),
-    (*EDITS, *FILTERS),
-]
+    *((name,) for name in (*EDITS, *FILTERS)), *itertools.combinations((*EDITS, *FILTERS), 2),
+    tuple(EDITS), (*EDITS, *FILTERS),
+]  # fmt: skip
 
 
 class Spy(LogitsProcessor):
@@ -263,14 +255,10 @@ def test_biases_are_read_in_the_first_step_of_a_call(llama, prompts, do_sample):
 
 
 R, N, B, T, K, H, Y = (
-    RepetitionPenaltyLogitsProcessor(1.3),
-    NoRepeatNGramLogitsProcessor(2),
-    SequenceBiasLogitsProcessor({(3,): 1.0}),
-    TemperatureLogitsWarper(0.5),
-    TopKLogitsWarper(7),
-    TopHLogitsWarper(0.5),
-    TypicalLogitsWarper(0.9),
-)
+    RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2),
+    SequenceBiasLogitsProcessor({(3,): 1.0}), TemperatureLogitsWarper(0.5), TopKLogitsWarper(7),
+    TopHLogitsWarper(0.5), TypicalLogitsWarper(0.9),
+)  # fmt: skip
 ROWS = CallRows(9, 50, 0)
 
 

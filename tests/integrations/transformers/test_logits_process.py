@@ -17,11 +17,9 @@ from transformers.generation.logits_process import (
 from lmdecode.integrations.transformers import TopKTopPLogitsProcessor
 
 WARPERS = {
-    "temperature": TemperatureLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
+    "temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper,
     "min_p": MinPLogitsWarper,
-}
+}  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Closer than this, the floating-point sums of transformers decide.
 TOLERANCE = 1e-6

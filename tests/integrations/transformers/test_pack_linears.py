@@ -267,37 +267,27 @@ WRONG = [
     ("model is of type str; expected an nn.Module", lambda: pack_linears_("llama")),
     ("model is a linear layer itself", lambda: pack_linears_(nn.Linear(3, 3))),
     ("dtype is 'int3'; expected one of float32", lambda: pack_linears_(LINEARS, "int3")),
-    (
-        "group_size is 48; expected 32, 64 or 128",
-        lambda: pack_linears_(LINEARS, "int4", group_size=48),
-    ),
+    ("group_size is 48; expected 32, 64 or 128",
+     lambda: pack_linears_(LINEARS, "int4", group_size=48)),
     ("group_size is 32; expected None with int8", lambda: pack_linears_(LINEARS, group_size=32)),
-    (
-        "skip is of type str; expected a sequence of str",
-        lambda: pack_linears_(LINEARS, skip="lm_head"),
-    ),
+    ("skip is of type str; expected a sequence of str",
+     lambda: pack_linears_(LINEARS, skip="lm_head")),
     ("skip is of type int", lambda: pack_linears_(LINEARS, skip=[1])),
-    (
-        "skip has 'lm_heed', which is in the name of no module",
-        lambda: pack_linears_(LINEARS, skip=["0", "lm_heed"]),
-    ),
+    ("skip has 'lm_heed', which is in the name of no module",
+     lambda: pack_linears_(LINEARS, skip=["0", "lm_heed"])),
     (
         "0.1 is on meta; expected a model on cpu",
         lambda: pack_linears_(
             nn.Sequential(nn.Sequential(LINEARS[0], nn.Linear(3, 3, device="meta")))
         ),
     ),
-    (
-        "1 has dtype float64",
-        lambda: pack_linears_(nn.Sequential(LINEARS[0], nn.Linear(3, 3, dtype=torch.float64))),
-    ),
-    (
-        "model is a Sequential without a layer to pack; expected a torch.nn.Linear or Conv1D",
-        lambda: pack_linears_(nn.Sequential(nn.ReLU()), "int4"),
-    ),
+    ("1 has dtype float64",
+     lambda: pack_linears_(nn.Sequential(LINEARS[0], nn.Linear(3, 3, dtype=torch.float64)))),
+    ("model is a Sequential without a layer to pack; expected a torch.nn.Linear or Conv1D",
+     lambda: pack_linears_(nn.Sequential(nn.ReLU()), "int4")),
     ("without a layer to pack", lambda: pack_linears_(LINEARS, skip=["0"])),
     ("without a layer to pack", lambda: pack_linears_(PACKED, "int4")),
-]
+]  # fmt: skip
 
 
 @wrong_calls(WRONG)

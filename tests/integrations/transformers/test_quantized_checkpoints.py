@@ -85,35 +85,25 @@ AWQ = (words_of(awq_columns(Q)), words_of(awq_columns(Z)), S)
 WRONG = [
     ("packed_from_awq: qweight is of type list", lambda: packed_from_awq([1], *AWQ[1:])),
     ("qweight has dtype int64; expected int32", lambda: packed_from_awq(AWQ[0].long(), *AWQ[1:])),
-    (
-        r"qzeros is of \[4, 64\] groups and outputs; expected \[4, 72\]",
-        lambda: packed_from_awq(AWQ[0], AWQ[1][:, :8], S),
-    ),
-    (
-        r"scales holds numbers that float16 does not hold, 0\.\d+ the first of them; expected",
-        lambda: packed_from_awq(*AWQ[:2], S.float() + 1e-9),
-    ),
+    (r"qzeros is of \[4, 64\] groups and outputs; expected \[4, 72\]",
+     lambda: packed_from_awq(AWQ[0], AWQ[1][:, :8], S)),
+    (r"scales holds numbers that float16 does not hold, 0\.\d+ the first of them; expected",
+     lambda: packed_from_awq(*AWQ[:2], S.float() + 1e-9)),
     (r"scales is of \[4, 71\]", lambda: packed_from_gptq(*GPTQ[:2], S[:, :71])),
     (r"scales has shape \[72\]; expected two", lambda: packed_from_gptq(*GPTQ[:2], S[0])),
-    (
-        r"g_idx is int64 \[3\]; expected int32 or int64 \[256\]",
-        lambda: packed_from_gptq(*GPTQ, torch.arange(3)),
-    ),
+    (r"g_idx is int64 \[3\]; expected int32 or int64 \[256\]",
+     lambda: packed_from_gptq(*GPTQ, torch.arange(3))),
     (
         "does not have 64 inputs of each of 4 groups, but 256 of group 0; expected 64 of each from "
         "0 to 3",
         lambda: packed_from_gptq(*GPTQ, torch.zeros(256).int()),
     ),
-    (
-        "does not have 64 inputs of each of 4 groups, but 64 of group 4; expected",
-        lambda: packed_from_gptq(*GPTQ, torch.arange(1, 5).repeat_interleave(64)),
-    ),
-    (
-        "does not have 64 inputs of each of 4 groups, but 64 of group -1; expected",
-        lambda: packed_from_gptq(*GPTQ, torch.arange(-1, 3).repeat_interleave(64)),
-    ),
+    ("does not have 64 inputs of each of 4 groups, but 64 of group 4; expected",
+     lambda: packed_from_gptq(*GPTQ, torch.arange(1, 5).repeat_interleave(64))),
+    ("does not have 64 inputs of each of 4 groups, but 64 of group -1; expected",
+     lambda: packed_from_gptq(*GPTQ, torch.arange(-1, 3).repeat_interleave(64))),
     ("zero_offset is 2; expected 0 or 1", lambda: packed_from_gptq(*GPTQ, zero_offset=2)),
-]
+]  # fmt: skip
 
 
 @wrong_calls(WRONG)

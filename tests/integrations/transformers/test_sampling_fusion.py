@@ -30,11 +30,8 @@ class MyList(LogitsProcessorList):
 
 
 T, K, P, M = (
-    TemperatureLogitsWarper(0.5),
-    TopKLogitsWarper(7),
-    TopPLogitsWarper(0.9),
-    MinPLogitsWarper(0.1),
-)
+    TemperatureLogitsWarper(0.5), TopKLogitsWarper(7), TopPLogitsWarper(0.9), MinPLogitsWarper(0.1),
+)  # fmt: skip
 PENALTY = RepetitionPenaltyLogitsProcessor(1.3)
 ALL = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1}
 
