@@ -243,7 +243,6 @@ def test_a_reader_that_has_enough_and_errors_of_a_process(model: Path) -> None:
     with subprocess.Popen(
         [*command, "--max-tokens", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as reader:
-        assert reader.stdout is not None and reader.stderr is not None
         reader.stdout.read(1)
         reader.stdout.close()
         assert not reader.stderr.read()

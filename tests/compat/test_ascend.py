@@ -148,7 +148,6 @@ def test_v1(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
             topKGuess=choice.choice((1, 32, 4096)),
         )
         assert index.dtype == torch.int64 and index.shape == (batch,)
-        assert kept_logits is not None
         assert kept_logits.dtype == torch.float32 and kept_logits.shape == (batch, vocab)
         for b in range(batch):
             x = logits[b].double().numpy()
@@ -189,7 +188,6 @@ def test_eight_scenarios(
         selected, kept_logits = ascend.top_k_top_p_sample(logits, k, p, q, isNeedLogits=True)
     else:
         selected, kept_logits, *_ = ascend.top_k_top_p_sample_v2(logits, k, p, q, isNeedLogits=True)
-    assert selected is not None and kept_logits is not None
     assert (kept_logits[0] > -INF).nonzero().flatten().tolist() == kept
     assert selected.tolist() == [index]
 
@@ -231,7 +229,6 @@ def test_p_of_zero_or_less(device: torch.device) -> None:
         assert kept_count_of(out) == 1
         assert out.logitsSelectIdx is not None and out.logitsSelectIdx.item() == 1
         out = ascend.top_k_top_p_sample_v2(logits, 0, p, isNeedSampleResult=True)
-        assert out.logitsIdx is not None and out.logitsSortMasked is not None
         assert out.logitsIdx.tolist() == [[1, 0, 0, 0]]
         assert out.logitsSortMasked.tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
@@ -304,7 +301,6 @@ def test_v2(vocab: int, dtype: torch.dtype, is_logits: bool, device: torch.devic
             message = f"k={k[b].item()} p={p[b].item()} {ks_max=} min_p={min_p[b].item()}"
             expected = np.full(vocab, -INF if is_logits else 0.0)
             expected[kept.ids] = x[kept.ids]
-            assert kept_logits is not None
             np.testing.assert_array_equal(kept_logits[b].cpu(), expected, err_msg=message)
             if index is not None:
                 chosen = kept.choose(q[b].double().numpy() if with_q else None, 1e-8)
@@ -356,8 +352,6 @@ def test_probabilities_are_not_normalised(device: torch.device) -> None:
             probabilities, k, p, isNeedLogits=True, inputIsLogits=False, isNeedSampleResult=True
         )
         assert out.logitsSelectIdx is None
-        assert out.logitsTopKPSelect is not None
-        assert out.logitsIdx is not None and out.logitsSortMasked is not None
         count = len(expected)
         assert out.logitsIdx[0, :count].tolist() == expected
         torch.testing.assert_close(
@@ -380,7 +374,6 @@ def test_sorted_output_with_special_values(device: torch.device) -> None:
         device=device,
     )
     out = ascend.top_k_top_p_sample_v2(logits, 2, 1.0, isNeedLogits=True, isNeedSampleResult=True)
-    assert out.logitsIdx is not None and out.logitsSortMasked is not None
     assert out.logitsIdx.tolist() == [[0, 0, 0, 0], [3, 1, 0, 0], [0, 2, 0, 0], [0, 1, 0, 0]]
     e = math.exp(1.0) / (1.0 + math.exp(1.0))
     expected = [[0.0] * 4, [e, 1 - e, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]

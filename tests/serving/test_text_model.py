@@ -57,7 +57,6 @@ def test_other_tokenizers_and_templates(source: Path, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ eos_token }}")
     from_files = TextModel.load(source, tokenizer=KJV, chat_template=file)
-    assert from_files.template is not None
     assert from_files.template.render([{"role": "user", "content": "a"}]) == "</s>"
     template = ChatTemplate("x", special_tokens={})
     assert TextModel.load(source, tokenizer=KJV, chat_template=template).template is template

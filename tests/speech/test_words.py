@@ -203,6 +203,5 @@ def test_times_of_words_are_those_of_every_format() -> None:
     for name, mark in (("srt", ","), ("vtt", ".")):
         cues = [line for line in FORMATS[name](kept, info).splitlines() if "-->" in line]
         for cue, one in zip(cues, kept, strict=True):
-            assert one.words is not None
             ends = (one.words[0].start, one.words[-1].end)
             assert cue == " --> ".join(f"00:00:{end:06.3f}".replace(".", mark) for end in ends)

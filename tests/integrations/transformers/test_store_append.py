@@ -73,5 +73,4 @@ def test_the_tokens_of_an_unknown_session_are_none(tmp_path: Path) -> None:
             _say(model, store, torch.tensor([store.session("a").tokens]))
         tokens = _say(model, store, _TURNS[0])
         known = store.session("a").input_ids
-        assert known is not None
         assert known.dtype == torch.int64 and known.tolist() == [tokens]

@@ -41,7 +41,6 @@ def start(job: dict[str, Any], environment: dict[str, str]) -> subprocess.Popen[
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **_ENVIRONMENT, **own, **environment}, start_new_session=True,
     )  # fmt: skip
-    assert process.stdin is not None
     process.stdin.write(json.dumps(job))
     process.stdin.close()
     process.stdin = None
