@@ -1,7 +1,11 @@
 """The reader of GGUF files: what it gives of good ones, and what it says of bad ones."""
 
+import os
+import random
 import re
 import struct
+import subprocess
+import sys
 from array import array as numbers
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import lmdecode
 from lmdecode.formats.gguf import GgufFile, is_gguf, reader
 from lmdecode.linear.quantized_weight import KINDS, QuantizedWeight
 from tests.formats.gguf.raw_gguf import (
@@ -26,7 +31,15 @@ from tests.formats.gguf.raw_gguf import (
     string,
     tensor,
 )
-from tests.support.gguf_files import gguf, quantized
+from tests.support.causal_models import random_model
+from tests.support.gguf_files import (
+    ARCHITECTURES,
+    gguf,
+    quantized,
+    tensors_of,
+    write_file,
+    write_model,
+)
 
 _4 = struct.pack("<I", 4)
 NAME = entry("general.architecture", STRING, string("llama"))
@@ -246,3 +259,235 @@ def test_which_paths_are_of_such_files(tmp_path: Path) -> None:
 def test_types_are_called_as_the_package_calls_them() -> None:
     known = {**reader._BLOCKS, **reader._OTHERS, 0: "F32", 1: "F16", 30: "BF16"}
     assert known == {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
+
+
+KEY = "llama.{}".format
+
+
+def _llama(path: Path, *entries: Any, kinds: Any = None, **more: Any) -> None:
+    write_model(path, random_model("llama", "plain"), *entries, kinds=kinds, **more)
+
+
+def _replaced(path: Path, key: str, value: Any) -> None:
+    """Write a Llama whose entry is another: of the type that it had, or a text."""
+
+    def change(writer: Any) -> None:
+        entries = writer.kv_data[0]
+        if value is None:
+            del entries[key]
+        elif isinstance(value, str):
+            entries[key] = gguf.GGUFValue(value=value, type=gguf.GGUFValueType.STRING)
+        else:
+            entries[key].value = value
+
+    _llama(path, change)
+
+
+BAD_ENTRIES: list[tuple[str, Any, str]] = [
+    ("general.architecture", "mamba",
+     "is of the architecture 'mamba'; expected one of falcon-h1, gemma2,"),
+    (KEY("block_count"), None, "has None for llama.block_count; expected one int of at least 1"),
+    (KEY("block_count"), 3, "has tensors of 2 layers; expected 3"),
+    (KEY("block_count"), 2**31 - 2, "has tensors of 2 layers; expected 2147483646"),
+    (KEY("embedding_length"), 33, "token_embd.weight of shape [101, 32]; expected [tokens, 33]"),
+    (KEY("embedding_length"), "32", "has '32' for llama.embedding_length"),
+    (KEY("attention.head_count"), 0, "has 0 for llama.attention.head_count"),
+    (KEY("attention.head_count"), 2**31 - 2, "has 32 query features; expected 2147483646 heads"),
+    (KEY("attention.head_count_kv"), 1, "attn_k.weight of shape [16, 32]; expected [8, 32]"),
+    (KEY("attention.value_length"), 9, "has values of 9 features; expected keys', 8"),
+    (KEY("feed_forward_length"), 45, "ffn_gate.weight of shape [44, 32]; expected [45, 32]"),
+    (KEY("rope.dimension_count"), 4, "turns 4 of 8 features of a head; expected all of them"),
+    (KEY("rope.freq_base"), float("nan"), "has nan for llama.rope.freq_base; expected a number"),
+    (KEY("attention.layer_norm_rms_epsilon"), float("inf"), "has inf for llama.attention"),
+    ("tokenizer.ggml.eos_token_id", 101, "has 101 for tokenizer.ggml.eos_token_id; expected a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_ENTRIES, ids=lambda case: f"{case[0]} {case[1]}")
+def test_entries_that_make_no_sense(case: tuple[str, Any, str], tmp_path: Path) -> None:
+    key, value, message = case
+    path = tmp_path / "model.gguf"
+    _replaced(path, key, value)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        lmdecode.Decoding.from_pretrained(path)
+    assert str(path) in str(raised.value)
+
+
+def _add(kind: str, key: str, value: Any) -> Any:
+    return lambda writer: getattr(writer, f"add_{kind}")(key, value)
+
+
+MORE_ENTRIES: list[tuple[Any, str]] = [
+    (_add("uint16", "split.count", 3), "is one of 3 files of a model; expected one file"),
+    (_add("uint32", KEY("expert_count"), 8), "is a mixture of experts; expected a dense model"),
+    (_add("string", KEY("rope.scaling.type"), "longrope"), "of the type 'longrope'; expected none"),
+    (_add("string", KEY("rope.scaling.type"), "linear"), "has None for llama.rope.scaling.factor"),
+    (_add("array", KEY("attention.key_length"), [8, 9]), "has array('i', [8, 9]) for llama.atten"),
+]
+
+
+@pytest.mark.parametrize("case", MORE_ENTRIES, ids=lambda case: case[1][:40])
+def test_models_that_there_are_not(case: tuple[Any, str], tmp_path: Path) -> None:
+    _llama(tmp_path / "model.gguf", case[0])
+    with pytest.raises(ValueError, match=re.escape(case[1])):
+        lmdecode.Decoding.from_pretrained(tmp_path / "model.gguf")
+
+
+def test_olmo_3_is_no_olmo_2(tmp_path: Path) -> None:
+    window = _add("uint32", "olmo2.attention.sliding_window", 7)
+    write_model(tmp_path / "model.gguf", random_model("olmo2", "plain"), window)
+    with pytest.raises(ValueError, match="with a window, OLMo 3; expected OLMo 2"):
+        lmdecode.Decoding.from_pretrained(tmp_path / "model.gguf")
+
+
+TENSORS: list[tuple[dict[str, Any], str]] = [
+    ({"blk.1.ffn_up.weight": None}, "has no tensor 'blk.1.ffn_up.weight'; expected one"),
+    ({"token_embd.weight": None}, "has no tensor 'token_embd.weight'; expected one"),
+    ({"blk.0.attn_q.weight": None, "blk.0.attn_qkv.weight": torch.ones(64, 32)}, "has no tensor"),
+    ({"blk.0.attn_q_norm.weight": torch.ones(8)}, "has 1 tensors that its architecture does not"),
+    ({"blk.2.attn_norm.weight": torch.ones(32)}, "has tensors of 3 layers; expected 2"),
+    ({"blk": torch.ones(32)}, "has 1 tensors that its architecture does not have, 'blk' one of th"),
+    ({"token_embd.weight": torch.ones(32)}, "has token_embd.weight of shape [32]"),
+    ({"rope_freqs.weight": torch.ones(3)}, "has rope_freqs.weight of shape [3]; expected one"),
+    ({"rope_factors_long.weight": torch.ones(4)}, "of the type 'longrope'"),
+    ({"output_norm.weight": torch.ones(31)}, "has output_norm.weight of shape [31]; expected [32]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TENSORS, ids=lambda case: str(list(case[0])))
+def test_tensors_that_are_not_expected(case: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+    changes, message = case
+    path, model = tmp_path / "model.gguf", random_model("llama", "plain")
+    _llama(path)
+    entries = {
+        name: (field.contents(), field.types[0])
+        for name, field in gguf.GGUFReader(path).fields.items()
+        if "." in name and name != "general.architecture" and not name.startswith("GGUF.")
+    }
+    tensors = {**tensors_of(model), **changes}
+
+    def add(writer: Any) -> None:
+        for name, (value, kind) in entries.items():
+            writer.add_key_value(name, value, kind)
+
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    write_file(path, ARCHITECTURES["llama"], kept, add)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lmdecode.Decoding.from_pretrained(path)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0))
+    with pytest.raises(ValueError, match=r"model\.gguf is no GGUF file that can be read"):
+        lmdecode.Decoding.from_pretrained(path)
+    path.write_bytes(b"<html>")
+    with pytest.raises(ValueError, match="it has 6 bytes"):
+        lmdecode.Decoding.from_pretrained(path)
+    with pytest.raises(OSError):
+        lmdecode.Decoding.from_pretrained(tmp_path / "no.gguf")
+
+
+def test_a_dtype_that_there_is_not(tmp_path: Path) -> None:
+    _llama(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match="dtype is 'q4_0'; expected one of float32"):
+        lmdecode.Decoding.from_pretrained(tmp_path / "model.gguf", "q4_0")
+
+
+ROOT = Path(__file__).resolve().parents[3]
+RUNS = int(os.environ.get("LMDECODE_FUZZ_RUNS", "400"))
+
+# What a file may be taken for, beside a damaged one: a ValueError that names it.
+PROGRAM = """
+import random, resource, sys
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from lmdecode.formats.gguf import GgufFile, load_tokenizer
+from lmdecode.formats.gguf.model import load_parts
+from tests.formats.gguf.test_gguf_reader import mutated
+
+folder, runs = Path(sys.argv[1]), int(sys.argv[2])
+good = (folder / "good.gguf").read_bytes()
+for read in (load_parts, load_tokenizer):
+    read(folder / "good.gguf")
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), used + (256 << 20)))
+path, refused, taken = folder / "bad.gguf", 0, 0
+for run in range(runs):
+    path.write_bytes(mutated(good, run))
+    try:
+        file = GgufFile(path)
+        for name in file:
+            file.tensor(name)
+    except ValueError as error:
+        assert str(path) in str(error), (run, error)
+        refused += 1
+        continue
+    for keeps_blocks in (False, True):
+        try:
+            _, config, weights = load_parts(path, keeps_blocks=keeps_blocks)
+            layers = [weights.layers[i] for i in range(config.num_layers)]
+            taken += 1
+        except ValueError as error:
+            assert str(path) in str(error), (run, error)
+    try:
+        load_tokenizer(path)("w1 w2")
+    except ValueError as error:
+        assert str(path) in str(error), (run, error)
+print(refused, taken)
+"""
+
+
+def mutated(good: bytes, seed: int) -> bytes:
+    """Return a file with a few other bytes, numbers, cuts, or parts put elsewhere."""
+    generator, data = random.Random(seed), bytearray(good)
+    for _ in range(generator.choice((1, 1, 1, 2, 5))):
+        end = min(len(data), 3000)  # the metadata and the table, where a change means something
+        if not end:
+            break
+        at, kind = generator.randrange(end), generator.randrange(6)
+        if kind == 0:
+            data[at] = generator.randrange(256)
+        elif kind == 1:
+            data[at] ^= 1 << generator.randrange(8)
+        elif kind == 2:
+            number = generator.choice((0, 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, 2**40))
+            data[at : at + 8] = number.to_bytes(8, "little")
+        elif kind == 3:
+            del data[at : at + generator.randrange(1, 64)]
+        elif kind == 4:
+            other = generator.randrange(end)
+            data[at : at + 16] = data[other : other + 16]
+        else:
+            del data[generator.randrange(len(data)) :]
+    return bytes(data)
+
+
+def _write_good(path: Path) -> None:
+    from tests.support.causal_models import model_of, random_config
+    from tests.support.gguf_files import write_model
+
+    def add_tokens(writer: object) -> None:
+        writer.add_tokenizer_model("llama")  # type: ignore[attr-defined]
+        tokens = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(20)), "w", "\u2581"]
+        writer.add_token_list(tokens)  # type: ignore[attr-defined]
+        writer.add_token_scores([-float(i) for i in range(25)])  # type: ignore[attr-defined]
+        writer.add_token_types([2, 3, 3] + [1] * 22)  # type: ignore[attr-defined]
+
+    config = random_config("qwen3", "plain", vocab_size=25, hidden_size=32, intermediate_size=32,
+                           head_dim=8, num_hidden_layers=1)  # fmt: skip
+    write_model(path, model_of(config), add_tokens, kinds=lambda name: "Q8_0")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+def test_mutations_are_read_or_refused(tmp_path: Path) -> None:
+    _write_good(tmp_path / "good.gguf")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(RUNS)],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    refused, _taken = map(int, done.stdout.split()[-2:])
+    assert refused > RUNS // 4  # they do damage
