@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 from transformers.utils import logging
 
 import lmdecode
 from lmdecode import beam_parameters, new_beam_state
 from lmdecode.reference import beam_rules as reference
+from tests.support.tiny_models import seeded_model
 
 VOCAB = 50
 
@@ -18,11 +19,10 @@ VOCAB = 50
 @pytest.fixture(scope="module")
 def model() -> GPT2LMHeadModel:
     logging.set_verbosity_error()
-    config = GPT2Config(
-        vocab_size=VOCAB, n_layer=1, n_head=2, n_embd=16, n_positions=64, bos_token_id=0,
-        eos_token_id=1, attn_implementation="eager",
+    return seeded_model(
+        "GPT2LMHeadModel", vocab_size=VOCAB, n_layer=1, n_head=2, n_embd=16, n_positions=64,
+        bos_token_id=0, eos_token_id=1, attn_implementation="eager",
     )  # fmt: skip
-    return GPT2LMHeadModel(config).eval()
 
 
 def searched(

@@ -41,6 +41,7 @@ from tests.support.releases import (
     READS_DRAFTS,
     queries,
 )
+from tests.support.tiny_models import llama_like
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -530,9 +531,7 @@ def test_beams_are_those_of_the_dynamic_cache(make_model, padded_prompts, calls,
 @pytest.mark.skipif(BEFORE_5_3, reason="transformers has a cache of the model's own")
 def test_beams_of_a_hybrid_model(prompts) -> None:
     """Convolutions beside attention: each layer follows the beams, by us or by its own method."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = transformers.Lfm2ForCausalLM(hybrid_config()).eval()
+    model = llama_like("Lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
     expected = model.generate(prompts, **BEAMS)
     cache = BeamDynamicCache(config=model.config)
     got = model.generate(prompts, **BEAMS, past_key_values=cache)

@@ -26,7 +26,7 @@ from tests.support.beam_searches import (
     run_requests,
 )
 from tests.support.releases import BEFORE_5_3
-from tests.support.tiny_models import EOS, PAD
+from tests.support.tiny_models import EOS, PAD, seeded_model
 
 END_TOKENS = [EOS, 7, 11, 13, 17, 19]
 EARLY_STOPPING = (False, True, "never")
@@ -149,18 +149,11 @@ def test_a_compiled_forward_pass(llama, prompts, monkeypatch):
 
 @pytest.mark.skipif(BEFORE_5_3, reason="transformers keeps the state in no Cache")
 def test_a_recurrent_state_follows_the_beams(prompts):
-    config = transformers.MambaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=2,
-        state_size=4,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        initializer_range=0.3,
-    )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.MambaForCausalLM(config).eval()
+        model = seeded_model(
+            "MambaForCausalLM", vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=4,
+            pad_token_id=PAD, eos_token_id=EOS, initializer_range=0.3,
+        )  # fmt: skip
     assert_same(*both(model, prompts, num_beams=4, max_new_tokens=10, num_return_sequences=4))
 
 

@@ -22,6 +22,7 @@ from lmdecode.integrations.transformers.caches.beam_layers import BeamLayer
 from lmdecode.integrations.transformers.caches.ring_caches import RingLayer, _FixedLayer
 from lmdecode.integrations.transformers.caches.ring_states import RingStates
 from tests.support.releases import BEFORE_5_3, IN_PARTS, MAX_LENGTH, READS_DRAFTS, queries
+from tests.support.tiny_models import seeded_model
 
 BATCH, HEADS, SIZE, VALUE_SIZE, WINDOW = 3, 2, 4, 6, 8
 LENGTHS = [[1] * 30, [5, 1, 1, 1, 9, 1, 1, 30, 1], [40, 1, 1, 2, 3, 1], [7, 1, 1], [8, 1], [9, 1]]
@@ -369,14 +370,12 @@ def test_prompts_around_the_window(build: Build, name: str, length: int) -> None
 @pytest.mark.parametrize("window", [1, 2, 1000])
 def test_windows_of_one_key_and_of_more_than_there_are(window: int) -> None:
     """With a window of 1, the cache of transformers keeps everything: without one it is right."""
-    torch.manual_seed(3)
-    config = transformers.MistralConfig(**{**LLAMA_LIKE, "sliding_window": window})
-    model = transformers.MistralForCausalLM(config).eval()
+    model = seeded_model("MistralForCausalLM", 3, **{**LLAMA_LIKE, "sliding_window": window})
     options = {**prompts(), "max_new_tokens": 30, "do_sample": False}
     want = model.generate(**options, use_cache=False)
     model.set_attn_implementation("lmdecode")
     for cache in CACHES:
-        got = model.generate(**options, **CACHES[cache](config))
+        got = model.generate(**options, **CACHES[cache](model.config))
         assert torch.equal(got, want), cache
 
 

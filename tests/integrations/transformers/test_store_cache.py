@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import functools
 import json
 import shutil
 import warnings
@@ -44,6 +45,7 @@ from lmdecode.store import (
 from lmdecode.store.__main__ import main
 from tests.support.releases import BEFORE_5_3, READS_DRAFTS
 from tests.support.store_faults import replaced_call
+from tests.support.tiny_models import seeded_model
 
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),
@@ -275,16 +277,12 @@ def test_tenants_and_contexts_never_meet(tmp_path: Path) -> None:
         assert store.stats()["hits"] == 1
 
 
-def _llama(**changes: Any) -> Any:
-    config = transformers.LlamaConfig(**{**model_of("llama").config.to_dict(), **changes})
-    torch.manual_seed(3)
-    return transformers.LlamaForCausalLM(config).eval()
+def _changed(name: str, kind: str, **changes: Any) -> Any:
+    return seeded_model(kind, 3, **{**model_of(name).config.to_dict(), **changes})
 
 
-def _mistral(**changes: Any) -> Any:
-    config = transformers.MistralConfig(**{**model_of("mistral").config.to_dict(), **changes})
-    torch.manual_seed(3)
-    return transformers.MistralForCausalLM(config).eval()
+_llama = functools.partial(_changed, "llama", "LlamaForCausalLM")
+_mistral = functools.partial(_changed, "mistral", "MistralForCausalLM")
 
 
 def _revised() -> Any:
