@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_cases import CHUNK, Open, fingerprint
+from store_cases import CHUNK, Open, bits, fingerprint, same
 from torch import Tensor
 
 from lmdecode.store import Fingerprint, KVStore
@@ -14,18 +14,6 @@ from lmdecode.store.__main__ import main
 TOKENS = list(range(3, 3 + 2 * CHUNK + 5))
 NUMBERS = ("int8", "float8_e4m3fn", "float8_e5m2")
 Layers = list[tuple[Tensor, ...]]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def same(a: Layers | None, b: Layers) -> bool:
-    return a is not None and all(
-        x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y))
-        for layer, other in zip(a, b, strict=True)
-        for x, y in zip(layer, other, strict=True)
-    )
 
 
 def random_cache(of: Fingerprint, tokens: Sequence[int], seed: int = 0) -> Layers:

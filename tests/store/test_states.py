@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_cases import CHUNK, Open, cache, fingerprint
+from store_cases import CHUNK, Open, cache, fingerprint, same
 from torch import Tensor
 
 from lmdecode.store import Fingerprint, FingerprintMismatchError, KVStore
@@ -28,14 +28,6 @@ def state(tokens: Sequence[int], size: int = SIZE) -> Tensor:
 
 def with_state(tokens: Sequence[int], of: Fingerprint = OF) -> Cache:
     return [*cache(tokens, of), (state(tokens, of.state_size),)]
-
-
-def same(a: Cache | None, b: Cache) -> bool:
-    return a is not None and all(
-        x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
-        for layer, other in zip(a, b, strict=True)
-        for x, y in zip(layer, other, strict=True)
-    )
 
 
 def put(store: KVStore, length: int, tokens: Sequence[int] = TOKENS) -> None:
