@@ -31,7 +31,6 @@ def qkv(
     ]
 
 
-
 class Paged:
     """Pools, and a table of blocks in no order in which no entry is valid that need not be."""
 

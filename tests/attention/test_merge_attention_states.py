@@ -127,33 +127,26 @@ def test_error_at_large_heads_is_that_of_torch(head_size: int) -> None:
     assert ours**0.5 <= 1.3 * theirs**0.5
 
 
+def error_over_torchs(
+    op: Callable[..., torch.Tensor], seeds: int, heads: int, keys: int, size: int
+) -> float:
+    """Return our error over torch's, for rows with scores of some tens."""
+    ours = theirs = 0.0
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = ((2, heads, n, size) for n in (1, keys, keys))
+        q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+        exact = torch.softmax(q.double() @ k.double().mT, dim=-1) @ v.double()
+        plain = torch.softmax(q @ k.mT, dim=-1) @ v
+        ours += (op(q, k, v, scale=1.0) - exact).abs().max().item()
+        theirs += (plain - exact).abs().max().item()
+    return ours / theirs
+
+
 @pytest.mark.parametrize("head_size", [33, 64, 128])
 def test_error_of_a_step_is_that_of_torch(head_size: int) -> None:
     """On average, of scores of some tens."""
-    ours = theirs = 0.0
-    for seed in range(100):
-        generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(2, 2, n, head_size, generator=generator) for n in (1, 40, 40))
-        exact = torch.softmax(q.double() @ k.double().mT, dim=-1) @ v.double()
-        plain = torch.softmax(q @ k.mT, dim=-1) @ v
-        out = lmdecode.sliding_window_decode(q, k, v, scale=1.0)
-        ours += (out - exact).abs().max().item()
-        theirs += (plain - exact).abs().max().item()
-    assert ours <= 1.3 * theirs
-
-
-def print_error_of_large_scores() -> None:
-    """Print our error over torch's, for rows with scores of some tens."""
-    ours = theirs = 0.0
-    for seed in range(40):
-        generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(2, 3, n, 128, generator=generator) for n in (1, 65, 65))
-        exact = torch.softmax(q.double() @ k.double().mT, dim=-1) @ v.double()
-        plain = torch.softmax(q @ k.mT, dim=-1) @ v
-        out = lmdecode.sliding_window_attention(q, k, v, scale=1.0)
-        ours += (out - exact).abs().max().item()
-        theirs += (plain - exact).abs().max().item()
-    print(ours / theirs)
+    assert error_over_torchs(lmdecode.sliding_window_decode, 100, 2, 40, head_size) <= 1.3
 
 
 @pytest.mark.parametrize("run_at_capability", ["default"], indirect=True)
@@ -161,7 +154,10 @@ def test_error_of_large_scores_without_fused_operations(
     run_at_capability: Callable[[str], list[str]],
 ) -> None:
     """Chains of 128 additions would have 2.3 times torch's error."""
-    code = "import test_merge_attention_states as t; t.print_error_of_large_scores()"
+    code = """
+from test_merge_attention_states import error_over_torchs, lmdecode
+print(error_over_torchs(lmdecode.sliding_window_attention, 40, 3, 65, 128))
+"""
     (error,) = run_at_capability(code)
     assert float(error) <= 1.3
 

@@ -396,14 +396,14 @@ def test_wrong_lengths(lengths: list[int]) -> None:
         call(torch.device("cpu"), lengths=torch.tensor(lengths))
 
 
-MODEL_VOCAB = 50
+WORDS = 50
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT2LMHeadModel:
     logging.set_verbosity_error()
     return seeded_model(
-        "GPT2LMHeadModel", vocab_size=MODEL_VOCAB, n_layer=1, n_head=2, n_embd=16, n_positions=64,
+        "GPT2LMHeadModel", vocab_size=WORDS, n_layer=1, n_head=2, n_embd=16, n_positions=64,
         bos_token_id=0, eos_token_id=1, attn_implementation="eager",
     )  # fmt: skip
 
@@ -428,12 +428,12 @@ def searched(
     steps = 0
     while not bool(state.done.all()):
         rows = state.sequences[:, :, : prompt + steps].reshape(batch * num_beams, -1)
-        log_probs = model(rows).logits[:, -1].log_softmax(-1).view(batch, num_beams, MODEL_VOCAB)
+        log_probs = model(rows).logits[:, -1].log_softmax(-1).view(batch, num_beams, WORDS)
         flat = (log_probs + state.scores[:, :, None]).view(batch, -1)
         scores, index = flat.sort(descending=True, stable=True)
         index = index[:, : max(2, 1 + len(ends)) * num_beams]
         implementation(
-            state, parameters, scores[:, : index.shape[1]], index % MODEL_VOCAB, index // MODEL_VOCAB,
+            state, parameters, scores[:, : index.shape[1]], index % WORDS, index // WORDS,
             log_probs=log_probs.view(batch, -1).gather(1, index),
         )  # fmt: skip
         steps += 1
@@ -454,7 +454,7 @@ def test_generate(
         torch.manual_seed(choice.getrandbits(40))
         torch.nn.init.normal_(model.transformer.wte.weight, std=1.0)
         num_beams, new = choice.choice([2, 3, 5]), choice.choice([1, 3, 9])
-        ids = torch.randint(8, MODEL_VOCAB, (choice.choice([1, 2, 3]), choice.choice([1, 4])))
+        ids = torch.randint(8, WORDS, (choice.choice([1, 2, 3]), choice.choice([1, 4])))
         ends = choice.choice([[1], [1, 2], [1, 2, 3, 4, 5, 6, 7]])
         want = model.generate(
             ids, attention_mask=torch.ones_like(ids), num_beams=num_beams, max_new_tokens=new,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmdecode.compat import ascend
+from tests.support.random_rows import row_with_ties
 
 INF = math.inf
 MARGIN = 1e-6
@@ -92,23 +93,12 @@ def reference_v2(
     return kept
 
 
-def make_row(choice: random.Random, vocab: int, generator: torch.Generator) -> torch.Tensor:
-    """[V] f32 logits; many have ties, some -inf."""
-    row = torch.randn(vocab, generator=generator) * choice.choice((0.3, 1.0, 3.0, 6.0))
-    if choice.random() < 0.5:
-        row = (row * 2).round() / 2
-    if choice.random() < 0.15:
-        row[torch.rand(vocab, generator=generator) < 0.4] = -INF
-        row[choice.randrange(vocab)] = 1.0
-    return row
-
-
 def make_batch(
     choice: random.Random, batch: int, vocab: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, of any strides, and noise, [B, V] each."""
     generator = torch.Generator().manual_seed(choice.getrandbits(60))
-    logits = torch.stack([make_row(choice, vocab, generator) for _ in range(batch)]).to(dtype)
+    logits = torch.stack([row_with_ties(choice, vocab, generator) for _ in range(batch)]).to(dtype)
     q = torch.empty(batch, vocab).exponential_(generator=generator)
     if choice.random() < 0.3:
         q *= torch.where(torch.rand(batch, vocab, generator=generator) < 0.5, -1.0, 1.0)

@@ -15,21 +15,10 @@ from transformers import (
 import lmdecode
 import lmdecode.reference
 from lmdecode.sampling.types import DIALECTS
+from tests.support.random_rows import row_with_ties
 
 INF = float("inf")
 MARGIN = 1e-6
-
-
-def make_row(choice: random.Random, vocab: int) -> torch.Tensor:
-    """[V] f32 scores; many have ties, some -inf."""
-    generator = torch.Generator().manual_seed(choice.getrandbits(60))
-    row = torch.randn(vocab, generator=generator) * choice.choice((0.3, 1.0, 3.0, 6.0))
-    if choice.random() < 0.5:
-        row = (row * 2).round() / 2
-    if choice.random() < 0.15:
-        row[torch.rand(vocab, generator=generator) < 0.4] = -INF
-        row[choice.randrange(vocab)] = 1.0
-    return row
 
 
 def is_decided(y: torch.Tensor, top_p: float) -> bool:
@@ -64,7 +53,7 @@ def test_transformers(vocab: int, device: torch.device) -> None:
     ids = torch.zeros(1, 1, dtype=torch.int64)
     compared = 0
     for _ in range(250 if vocab < 1000 else 40):
-        row = make_row(choice, vocab)
+        row = row_with_ties(choice, vocab)
         temperature = choice.choice((1.0, 0.5, 0.7, 1.3, 3.0))
         top_k = choice.choice((None, 1, 2, 5, 50, vocab, vocab + 3))
         top_p = choice.choice((None, 0.1, 0.5, 0.75, 0.9, 0.99, choice.random()))
@@ -133,7 +122,7 @@ def test_vllm(vocab: int, device: torch.device) -> None:
     choice = random.Random(vocab)
     compared = 0
     for _ in range(250 if vocab < 1000 else 40):
-        row = make_row(choice, vocab)
+        row = row_with_ties(choice, vocab)
         temperature = choice.choice((1.0, 0.5, 0.7, 1.3, 3.0))
         top_k = choice.choice((-1, 0, 1, 2, 5, 50, vocab, vocab + 3))
         top_p = choice.choice((1.0, 0.1, 0.5, 0.75, 0.9, 0.99, choice.random()))
@@ -201,7 +190,7 @@ def test_ascend(vocab: int, version: int, device: torch.device) -> None:
     choice = random.Random(vocab)
     compared = 0
     for _ in range(250 if vocab < 1000 else 60):
-        row = make_row(choice, vocab)
+        row = row_with_ties(choice, vocab)
         top_k = choice.choice((-1, 0, 1, 2, 5, 50, 1000, 1024, 1025, vocab, vocab + 3))
         top_p = choice.choice((-1.0, 1.0, 1.0, 0.1, 0.5, 0.9, 0.99, choice.random()))
         min_p = choice.choice((0.0, 0.05, 0.3, 1.0)) if version == 2 else 0.0
@@ -258,7 +247,7 @@ def test_ascend_v2_probabilities(vocab: int, device: torch.device) -> None:
     choice = random.Random(vocab)
     compared = 0
     for _ in range(200):
-        row = make_row(choice, vocab).softmax(0)
+        row = row_with_ties(choice, vocab).softmax(0)
         top_k = choice.choice((0, 1, 2, 5, 50, vocab))
         top_p = choice.choice((0.0, 1.0, 0.1, 0.5, 0.9, choice.random()))
         min_p = choice.choice((0.0, 0.05, 0.3))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_cases import CHUNK, Open, bits, fingerprint, same
+from store_cases import CHUNK, Open, fingerprint, same
 from torch import Tensor
 
 from lmdecode.store import Fingerprint, KVStore
