@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lmdecode
 from lmdecode.decoder.causal_caches import CausalCaches
-from tests.support.causal_models import CASES, PAD, POSITIONS, random_model, random_tokens
+from tests.support.causal_models import CASES, PAD, POSITIONS, random_tokens
+from tests.support.drafts import decoding_of
 
 MODEL = Path(__file__).parents[2] / "examples" / "kjv_mistral" / "model"
 FEW = (("gemma3_text", "plain"), ("mistral", "window"), ("gpt2", "plain"))
-
-
-@functools.cache
-def decoding_of(architecture: str, variant: str, **options: Any) -> lmdecode.Decoding:
-    return lmdecode.Decoding.from_pretrained(random_model(architecture, variant), **options)
 
 
 def repetitive(rows: int = 1) -> dict[str, torch.Tensor]:

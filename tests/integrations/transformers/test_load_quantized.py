@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from test_pack_linears import IDS, gpt2, logits, packed
 from test_pack_linears import llama as small_llama
-from test_quantized_checkpoints import awq_columns, same, words_of, zero_words
+from test_quantizer import awq_columns, same, words_of, zero_words
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
