@@ -1,7 +1,5 @@
 """Tensors of random bytes, and all the memory behind a tensor."""
 
-import random
-
 import torch
 
 from tests.support.contracts import raw
@@ -23,16 +21,3 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     copy = torch.tensor([], dtype=tensor.dtype, device=device)
     copy.set_(storage.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return copy
-
-
-def random_map(rows: int, seed: int) -> torch.Tensor:
-    """Parents of rows: a permutation, most of them their own, sorted, or any."""
-    choice = random.Random(seed)
-    kind = seed % 4
-    if kind == 0:
-        return torch.tensor(choice.sample(range(rows), rows))
-    if kind == 1:  # most stay
-        return torch.tensor([choice.choice((r, r, choice.randrange(rows))) for r in range(rows)])
-    if kind == 2:  # as of a beam search: sorted
-        return torch.tensor(sorted(choice.randrange(rows) for _ in range(rows)))
-    return torch.tensor([choice.randrange(rows) for _ in range(rows)])

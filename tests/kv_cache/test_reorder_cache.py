@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import lmdecode
 from lmdecode.reference import reorder_cache_ as reference
-from tests.kv_cache.cache_memory import filled, on_device, random_map, raw
+from tests.kv_cache.cache_memory import filled, on_device, raw
 from tests.support.op_contract import WrongCall, assert_op_refuses, wrong_calls
 from tests.support.processes import run_python
 
@@ -21,6 +21,18 @@ DTYPES = [
     torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64,
     torch.complex128,
 ]  # fmt: skip
+
+
+def random_map(rows: int, seed: int) -> torch.Tensor:
+    choice = random.Random(seed)
+    kind = seed % 4
+    if kind == 0:
+        return torch.tensor(choice.sample(range(rows), rows))
+    if kind == 1:  # most stay
+        return torch.tensor([choice.choice((r, r, choice.randrange(rows))) for r in range(rows)])
+    if kind == 2:  # as of a beam search: sorted
+        return torch.tensor(sorted(choice.randrange(rows) for _ in range(rows)))
+    return torch.tensor([choice.randrange(rows) for _ in range(rows)])
 
 
 def check(

@@ -8,8 +8,17 @@ import torch
 import lmdecode
 from lmdecode.reference import gather_indirect as reference_gather
 from lmdecode.reference import update_beam_indirection_ as reference
-from tests.kv_cache.cache_memory import random_map
 from tests.support.op_contract import WrongCall, assert_op_refuses, assert_refused, wrong_calls
+
+
+def random_parents(rows: int, seed: int) -> torch.Tensor:
+    choice = random.Random(seed)
+    kind = seed % 3
+    if kind == 0:
+        return torch.tensor(choice.sample(range(rows), rows))
+    if kind == 1:
+        return torch.tensor([choice.choice((r, r, choice.randrange(rows))) for r in range(rows)])
+    return torch.tensor([choice.randrange(rows) for _ in range(rows)])
 
 
 def random_table(rows: int, capacity: int, seed: int) -> torch.Tensor:
@@ -33,7 +42,7 @@ def test_as_the_reference(capacity: int, dtype: torch.dtype, device: torch.devic
     for seed in range(30):
         choice = random.Random(seed)
         rows = choice.choice((1, 2, 3, 4, 5, 8, 33))
-        table, parents = random_table(rows, capacity, seed), random_map(rows, seed).to(dtype)
+        table, parents = random_table(rows, capacity, seed), random_parents(rows, seed).to(dtype)
         check(table, parents, choice.choice((0, capacity, choice.randint(0, capacity))), device)
         lengths = torch.tensor([choice.randint(0, capacity) for _ in range(rows)], dtype=dtype)
         check(table, parents, lengths, device)
@@ -81,7 +90,7 @@ def test_any_history_is_that_of_reordered_rows(seed: int, device: torch.device) 
         index.advance()
         parents = torch.cat(
             [
-                start + random_map(width, choice.getrandbits(20))
+                start + random_parents(width, choice.getrandbits(20))
                 for start, width in zip(starts, widths, strict=True)
             ]
         )

@@ -102,8 +102,6 @@ WRONG = [
     ("weight is on meta", lambda: quantized(weight=Q.to("meta"))),
     ("x is of type list", lambda: LAYER([1.0])),
     ("x requires a gradient", lambda: LAYER(X.clone().requires_grad_())),
-    ("x has layout torch.sparse_coo", lambda: LAYER(X.to_sparse())),
-    ("weight has layout", lambda: PackedLinear(W.to_sparse())),
     ("x requires a gradient", lambda: lmdecode.layer_norm(X.clone().requires_grad_())),
     ("eps is of type NoneType", lambda: lmdecode.layer_norm(X, eps=None)),
     (r"x has shape \[5, 29\]; expected \[..., 30\]", lambda: LAYER(X[:, :29])),
