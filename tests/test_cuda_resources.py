@@ -52,7 +52,6 @@ def _nvcc_version() -> str:
         pytest.skip("no nvcc")
     said = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
     found = re.search(r"release (\S+),", said)
-    assert found is not None
     return found[1]
 
 
@@ -83,7 +82,6 @@ def cuobjdump() -> Path:
     """Return the program, where the table is of the installed nvcc."""
     version = _nvcc_version()
     told = re.search(r"nvcc (\d+\.\d+)", TABLE.read_text())
-    assert told is not None
     if told[1] != version:
         pytest.skip(f"the table is of nvcc {told[1]}, this is {version}")
     return find_cuobjdump()
@@ -162,21 +160,18 @@ def write_table() -> None:
     """Write tests/cuda_resources.md of the installed library."""
     kernels = kernels_of(find_cuobjdump(), _library(), ARCH)
     lines = [
-        "# Resources of the CUDA kernels",
-        "",
+        "# Resources of the CUDA kernels", "",
         f"Of {ARCH}, compiled by nvcc {_nvcc_version()}, as `cuobjdump` has them.",
         "`tests/test_cuda_resources.py` holds every build to them, and writes them:",
-        "`python -m tests.test_cuda_resources`. Nothing here is a measurement of time.",
-        "",
+        "`python -m tests.test_cuda_resources`. Nothing here is a measurement of time.", "",
         "- **stack**: bytes of a thread, for spilled registers and arrays that have an index.",
         "- **loop**: instructions of the main loop, whichever branches are taken. That is the",
         "  shortest with all products of tensor cores, or else the first that copies 16 bytes.",
         "- **HMMA**, **copies**, **spills**: of these, products, copies of 16 bytes from global",
-        "  memory, and loads and stores of spilled registers.",
-        "",
+        "  memory, and loads and stores of spilled registers.", "",
         "| kernel | registers | stack | loop | HMMA | copies | spills |",
         "|---|---|---|---|---|---|---|",
-    ]
+    ]  # fmt: skip
     for name in sorted(kernels):
         cells = [f"`{name}`", *_row(kernels[name])[1:]]
         lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")

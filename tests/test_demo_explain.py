@@ -51,7 +51,6 @@ def test_the_stages_of_one_row(demo: Callable[..., tuple[int, str, str]]) -> Non
     assert left[0] == left[1] > 0 and left[-1] > 0
     last = r"^Chosen: (.+), probability ([\d.]+) of these, ([\d.]+) of all, rank (\d+)\.$"
     chosen = re.search(last, printed, re.MULTILINE)
-    assert chosen is not None
     assert float(chosen[2]) >= 0.01
     assert int(chosen[4]) <= left[2]
     table = lines[lines.index("Drawn from:") :]

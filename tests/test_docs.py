@@ -22,57 +22,27 @@ REFERENCE = sorted(ROOT.glob("docs/reference/*.md"))
 API = sorted(ROOT.glob("docs/api/*.md"))
 FORMATS = (ROOT / "docs/reference/store_format.md",)  # bytes, which no example shows
 WITH_EXAMPLES = (
-    "README.md",
-    "docs/guides/beam_search.md",
-    "docs/guides/command_line.md",
-    "docs/guides/control_sampling.md",
-    "docs/guides/fast_models.md",
-    "docs/guides/generate.md",
-    "docs/guides/install.md",
-    "docs/guides/long_prompts.md",
-    "docs/guides/prompts_on_disk.md",
-    "docs/guides/serve.md",
-    "docs/guides/serving.md",
-    "docs/guides/serving_engines.md",
-    "docs/guides/transcribe.md",
-    "docs/guides/translation_and_speech.md",
-    "docs/guides/your_files.md",
-    "docs/index.md",
-    "docs/internals/adding_a_rule.md",
-    "docs/reference/attention.md",
-    "docs/reference/beam.md",
-    "docs/reference/beam_scorers.md",
-    "docs/reference/beam_search.md",
-    "docs/reference/causal_models.md",
-    "docs/reference/ctranslate2.md",
-    "docs/reference/decoder.md",
-    "docs/reference/formats.md",
-    "docs/reference/kv_cache.md",
-    "docs/reference/linear.md",
-    "docs/reference/ring_cache.md",
-    "docs/reference/sampler.md",
-    "docs/reference/sampling.md",
-    "docs/reference/serving.md",
-    "docs/reference/store.md",
-    "docs/reference/transformers.md",
-    "docs/reference/trie.md",
-    "examples/g2p/README.md",
-    "examples/kjv_mistral/README.md",
-)
+    "README.md", "docs/guides/beam_search.md", "docs/guides/command_line.md",
+    "docs/guides/control_sampling.md", "docs/guides/fast_models.md", "docs/guides/generate.md",
+    "docs/guides/install.md", "docs/guides/long_prompts.md", "docs/guides/prompts_on_disk.md",
+    "docs/guides/serve.md", "docs/guides/serving.md", "docs/guides/serving_engines.md",
+    "docs/guides/transcribe.md", "docs/guides/translation_and_speech.md",
+    "docs/guides/your_files.md", "docs/index.md", "docs/internals/adding_a_rule.md",
+    "docs/reference/attention.md", "docs/reference/beam.md", "docs/reference/beam_scorers.md",
+    "docs/reference/beam_search.md", "docs/reference/causal_models.md",
+    "docs/reference/ctranslate2.md", "docs/reference/decoder.md", "docs/reference/formats.md",
+    "docs/reference/kv_cache.md", "docs/reference/linear.md", "docs/reference/ring_cache.md",
+    "docs/reference/sampler.md", "docs/reference/sampling.md", "docs/reference/serving.md",
+    "docs/reference/store.md", "docs/reference/transformers.md", "docs/reference/trie.md",
+    "examples/g2p/README.md", "examples/kjv_mistral/README.md",
+)  # fmt: skip
 OF_SPEECH = ("docs/guides/transcribe.md",)
 OF_FILES = ("docs/guides/your_files.md", "docs/reference/formats.md")
 PUBLIC_MODULES = (
-    "lmdecode",
-    "lmdecode.store",
-    "lmdecode.reference",
-    "lmdecode.integrations.transformers",
-    "lmdecode.integrations.ray",
-    "lmdecode.integrations.sglang",
-    "lmdecode.integrations.vllm",
-    "lmdecode.compat.ascend",
-    "lmdecode.compat.faster_transformer",
-    "lmdecode.formats.ctranslate2",
-)
+    "lmdecode", "lmdecode.store", "lmdecode.reference", "lmdecode.integrations.transformers",
+    "lmdecode.integrations.ray", "lmdecode.integrations.sglang", "lmdecode.integrations.vllm",
+    "lmdecode.compat.ascend", "lmdecode.compat.faster_transformer", "lmdecode.formats.ctranslate2",
+)  # fmt: skip
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -279,12 +249,9 @@ def test_the_page_of_the_sampler_names_all_that_it_takes() -> None:
     methods = [f"{name}(" for name, value in own if callable(value) and name[0] != "_"]
     fields = [*SamplerOutput._fields, *VerifyOutput._fields]
     named = [
-        *parameters,
-        *methods,
-        *fields,
-        *SAMPLER_DIALECTS,
+        *parameters, *methods, *fields, *SAMPLER_DIALECTS,
         *(stage for stage in STAGES if "_" in stage),
-    ]
+    ]  # fmt: skip
     missing = [name for name in named if not re.search(rf"`[^`]*{re.escape(name)}", text)]
     assert missing == []
 

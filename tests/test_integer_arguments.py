@@ -125,10 +125,8 @@ _ARGUMENTS: dict[str, tuple[int, Callable[[Any], object]]] = {
     "slots.start": (1, lambda n: _filled(_table(), lambda t: t.slots(0, n))),
     "slots.stop": (3, lambda n: _filled(_table(), lambda t: t.slots(0, 0, n))),
     "free.rows": (1, lambda n: _filled(_table(), lambda t: t.free([n]))),
-    "gather.length": (
-        5,
-        lambda n: _filled(_table(), lambda t: t.gather(torch.ones(9, 1, 4, 2), n)),
-    ),
+    "gather.length": (5,
+                      lambda n: _filled(_table(), lambda t: t.gather(torch.ones(9, 1, 4, 2), n))),
     "swa_mask.seq_len": (5, lambda n: lmdecode.swa_mask(n, 2)),
     "swa_mask.window": (2, lambda n: lmdecode.swa_mask(5, n)),
     "compressed_swa_mask.window": (9, lambda n: lmdecode.compressed_swa_mask(n, 64)),
@@ -192,7 +190,7 @@ _ARGUMENTS: dict[str, tuple[int, Callable[[Any], object]]] = {
     "gather_tree.end_token": (5, _tree),
     "prompt_lookup.num_tokens": (2, lambda n: lmdecode.prompt_lookup(torch.arange(9) % 4, n)),
     "prompt_lookup.max_ngram": (2, lambda n: lmdecode.prompt_lookup(torch.arange(9) % 4, 3, n)),
-}
+}  # fmt: skip
 
 
 def _assert_same(given: object, expected: object) -> None:

@@ -66,10 +66,8 @@ def errors(headers: list[Path], *options: str) -> list[str]:
     command = [compiler, "-std=c++20", "-fsyntax-only", "-w", "-fmax-errors=20", "-x", "c++", "-"]
     folders = [f"-I{CSRC}", f"-I{ROOT / 'tests' / 'cpp' / 'cuda_emulation'}", f"-isystem{TORCH}"]
     defined = [
-        "-DTORCH_TARGET_VERSION=0x020b000000000000",
-        "-DUSE_CUDA",
-        "-DLMDECODE_CUDA_EMULATION",
-    ]
+        "-DTORCH_TARGET_VERSION=0x020b000000000000", "-DUSE_CUDA", "-DLMDECODE_CUDA_EMULATION",
+    ]  # fmt: skip
     done = subprocess.run(
         [*command, *folders, *defined, *options], input=unit, capture_output=True, text=True
     )

@@ -104,18 +104,12 @@ sys.meta_path.insert(0, Hidden())
 """
 CALLS = [
     ("transformers", "transformers", "import lmdecode.integrations.transformers"),
-    (
-        "transformers",
-        "transformers",
-        "import lmdecode; lmdecode.Decoding.from_pretrained('a-folder')",
-    ),
-    (
-        "redis",
-        "redis",
-        "from lmdecode.store import Remote; Remote(url='redis://localhost').connector()",
-    ),
+    ("transformers", "transformers",
+     "import lmdecode; lmdecode.Decoding.from_pretrained('a-folder')"),
+    ("redis", "redis",
+     "from lmdecode.store import Remote; Remote(url='redis://localhost').connector()"),
     ("matplotlib", "demo-all", "from lmdecode.demo._common import pyplot; pyplot()"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("package", "extra", "code"), CALLS, ids=lambda value: value[:60])

@@ -65,10 +65,8 @@ def commands(include: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
                 words.pop(0)  # ccache
             output = words.index("-o")
             found[os.path.relpath(entry["file"], ROOT)] = [
-                *words[:output],
-                *words[output + 2 :],
-                "-fsyntax-only",
-            ]
+                *words[:output], *words[output + 2 :], "-fsyntax-only",
+            ]  # fmt: skip
     return found
 
 

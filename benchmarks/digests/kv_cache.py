@@ -9,9 +9,9 @@ import torch
 
 import lmdecode
 from benchmarks.digests.kinds import Kinds, Parts
-from tests.kv_cache import test_copy_blocks as blocks
+from tests.kv_cache import test_block_table as blocks
 from tests.kv_cache import test_reorder_cache as reorder
-from tests.kv_cache import test_ring_cache_append as rings
+from tests.kv_cache import test_ring_cache as rings
 from tests.kv_cache.cache_memory import filled, raw
 from tests.kv_cache.test_block_table import Model, state
 from tests.kv_cache.test_update_beam_indirection import random_parents, random_table

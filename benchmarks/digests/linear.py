@@ -12,8 +12,8 @@ import lmdecode
 from benchmarks.digests.kinds import DTYPES, Kinds, Parts, laid_out
 from lmdecode.linear.quantized_weight import KINDS as BLOCKS
 from lmdecode.linear.quantized_weight import QuantizedWeight
-from tests.linear.test_int4 import quantized
 from tests.linear.test_packed_linear import ACTIVATIONS
+from tests.linear.test_quantized_weight import quantized
 from tests.linear.test_tiles import planted
 from tests.support import gguf_files
 from tests.support.random_tensors import randn

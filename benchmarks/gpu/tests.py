@@ -25,7 +25,7 @@ def _has(module: str) -> bool:
 def _batches(machine: Machine, in_parallel: bool) -> list[list[str]]:
     """Return the paths of each run of pytest: a crash takes the run along, unless parallel."""
     if machine.is_rehearsal:
-        return [["tests/kv_cache/test_copy_blocks.py"]]
+        return [["tests/kv_cache/test_block_table.py"]]
     files = sorted((_ROOT / "tests").rglob("test_*.py"))
     parts = dict.fromkeys(path.relative_to(_ROOT).parts[1] for path in files)
     paths = [f"tests/{part}" for part in parts if part not in _LEFT_OUT]

@@ -19,6 +19,18 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def qkv(
+    queries: int, keys: int, *, batch: int = 1, heads: int = 4, kv_heads: int = 2, size: int = 32,
+    value_size: int | None = None, dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return queries, keys and values; values are as wide as keys where nothing is said."""
+    return [
+        normal(batch, heads, queries, size, seed=1, dtype=dtype),
+        normal(batch, kv_heads, keys, size, seed=2, dtype=dtype),
+        normal(batch, kv_heads, keys, value_size or size, seed=3, dtype=dtype),
+    ]
+
+
 class Paged:
     """Pools, and a table of blocks in no order in which no entry is valid that need not be."""
 

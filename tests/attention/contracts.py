@@ -104,12 +104,8 @@ CONTRACTS = [
         without_rows=("ragged", "indirection"),
     ),
     Contract(
-        "sliding_window_decode",
-        small_calls(sliding_window_decode, torch.float16),
-        strided=(0, 1, 2),
-        many=long_caches,
-        rows=OF_A_ROW,
-        without_rows=("indirection",),
+        "sliding_window_decode", small_calls(sliding_window_decode, torch.float16),
+        strided=(0, 1, 2), many=long_caches, rows=OF_A_ROW, without_rows=("indirection",),
     ),
     Contract(
         "merge_attention_states",
@@ -119,4 +115,4 @@ CONTRACTS = [
         rows=(0, 1, 2, 3),
         without_rows=("ragged",),
     ),
-]
+]  # fmt: skip

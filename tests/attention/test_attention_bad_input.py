@@ -116,54 +116,38 @@ MASK = torch.zeros(5, 7) > 0
 ATTENTION = [
     (r"attn_mask was given with window;", {"attn_mask": MASK, "window": 3}),
     (r"attn_mask was given with window_right", {"attn_mask": MASK, "window_right": None}),
-    (
-        r"attn_mask has shape \[1, 1, 5, 6\]; expected one that broadcasts to \[2, 4, 5, 7\]",
-        MASK[:, :6],
-    ),
+    (r"attn_mask has shape \[1, 1, 5, 6\]; expected one that broadcasts to \[2, 4, 5, 7\]",
+     MASK[:, :6]),
     (r"attn_mask has shape \[1, 2, 5, 7\]", MASK.expand(2, 5, 7)),
     (r"attn_mask has shape \[7\]; expected 2 to 4", MASK[0]),
     ("attn_mask has dtype int64; expected one of bool, float32, float16, bfloat16", MASK.long()),
     (r"attn_mask has dtype float64", MASK.double()),
     (r"attn_mask is of type list", [[0]]),
-    (
-        r"mask_convention is 'torch'; expected 'masked' or 'visible'",
-        {"attn_mask": MASK, "mask_convention": "torch"},
-    ),
+    (r"mask_convention is 'torch'; expected 'masked' or 'visible'",
+     {"attn_mask": MASK, "mask_convention": "torch"}),
     (r"q has shape .* expected 3 dimensions", {**CU}),
     (r"cu_seqlens_kv was given without cu_seqlens_q", {**RAGGED, "cu_seqlens_kv": ENDS_KV}),
     (r"cu_seqlens_kv goes from 0 to 5; expected 0 to 7", {**RAGGED, "cu_seqlens_q": ENDS_Q}),
     (r"cu_seqlens_q\[2\] is 5 after 6", {**RAGGED, **CU, "cu_seqlens_q": torch.tensor([0, 6, 5])}),
     (r"cu_seqlens_kv goes from 1 to 7", {**RAGGED, **CU, "cu_seqlens_kv": torch.tensor([1, 3, 7])}),
     (r"cu_seqlens_q has shape \[0\]", {**RAGGED, **CU, "cu_seqlens_q": ENDS_Q[:0]}),
-    (
-        r"cu_seqlens_q has shape \[1\], of no sequence; expected one that ends at 5",
-        {**RAGGED, **CU, "cu_seqlens_q": ENDS_Q[:1]},
-    ),
-    (
-        r"cu_seqlens_kv has shape \[2\]; expected \[3\]",
-        {**RAGGED, **CU, "cu_seqlens_kv": torch.tensor([0, 7])},
-    ),
+    (r"cu_seqlens_q has shape \[1\], of no sequence; expected one that ends at 5",
+     {**RAGGED, **CU, "cu_seqlens_q": ENDS_Q[:1]}),
+    (r"cu_seqlens_kv has shape \[2\]; expected \[3\]",
+     {**RAGGED, **CU, "cu_seqlens_kv": torch.tensor([0, 7])}),
     (r"cu_seqlens_q has dtype float32", {**RAGGED, **CU, "cu_seqlens_q": ENDS_Q.float()}),
-    (
-        r"kv_lengths was given with cu_seqlens_kv",
-        {**RAGGED, **CU, "kv_lengths": torch.tensor([1, 2])},
-    ),
+    (r"kv_lengths was given with cu_seqlens_kv",
+     {**RAGGED, **CU, "kv_lengths": torch.tensor([1, 2])}),
     (r"attn_mask was given with cu_seqlens_q", {**RAGGED, **CU, "attn_mask": MASK}),
-    (
-        r"key_padding_mask was given with cu_seqlens_q",
-        {**RAGGED, **CU, "key_padding_mask": torch.ones(2, 7) > 0},
-    ),
-    (
-        r"q_positions has shape \[4\]; expected \[5\]",
-        {**RAGGED, **CU, "q_positions": torch.arange(4)},
-    ),
+    (r"key_padding_mask was given with cu_seqlens_q",
+     {**RAGGED, **CU, "key_padding_mask": torch.ones(2, 7) > 0}),
+    (r"q_positions has shape \[4\]; expected \[5\]",
+     {**RAGGED, **CU, "q_positions": torch.arange(4)}),
     (r"k has shape \[7, 2, 8\]", {**RAGGED, **CU, "k": torch.zeros(7, 2, 8)}),
-    (
-        r"cu_seqlens_kv was given with block_table; expected kv_lengths",
-        {"q": RAGGED["q"], **CU, "block_table": BLOCKS},
-    ),
+    (r"cu_seqlens_kv was given with block_table; expected kv_lengths",
+     {"q": RAGGED["q"], **CU, "block_table": BLOCKS}),
     (r"v has shape \[6, 2, 24\]", {**RAGGED, **CU, "v": torch.zeros(6, 2, 24)}),
-]
+]  # fmt: skip
 
 
 @wrong_calls(COMMON, TABLES, ATTENTION)

@@ -167,12 +167,10 @@ WRONG = [
     ("variant is 'c'; expected None", lambda: compressed_swa_mask(5, 64, variant="c")),
     ("head_size is 1025", lambda: compressed_swa_mask(5, 1025, variant="cpp")),
     ("mask is of type list", lambda: expand_compressed_swa_mask([1], 5, 5, 64)),
-    (
-        r"mask has shape \[1, 512, 512\]; expected \[512, 512\]",
-        lambda: expand_compressed_swa_mask(MASK[None], 5, 5, 64),
-    ),
+    (r"mask has shape \[1, 512, 512\]; expected \[512, 512\]",
+     lambda: expand_compressed_swa_mask(MASK[None], 5, 5, 64)),
     ("seq_len is -5", lambda: expand_compressed_swa_mask(MASK, -5, 5, 64)),
-]
+]  # fmt: skip
 
 
 @wrong_calls(WRONG)

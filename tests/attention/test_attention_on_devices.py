@@ -7,36 +7,18 @@ import torch
 
 import lmdecode
 from lmdecode import sliding_window_attention, sliding_window_decode
+from tests.attention import attention_cases
 from tests.attention.attention_cases import DTYPES
+from tests.support.op_contract import assert_same_bits
 
 OPS = {"attention": sliding_window_attention, "decode": sliding_window_decode}
 
 
-def normal(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(device)
-
-
 def qkv(
-    queries: int,
-    keys: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    batch: int = 3,
-    heads: int = 6,
-    size: int = 64,
+    queries: int, keys: int, dtype: torch.dtype, device: torch.device, **options: int
 ) -> list[torch.Tensor]:
-    return [
-        normal(batch, heads, queries, size, seed=1, dtype=dtype, device=device),
-        normal(batch, 2, keys, size, seed=2, dtype=dtype, device=device),
-        normal(batch, 2, keys, size, seed=3, dtype=dtype, device=device),
-    ]
-
-
-def same(got: Any, want: Any) -> None:
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)
+    sizes = {"batch": 3, "heads": 6, "size": 64, **options}
+    return [x.to(device) for x in attention_cases.qkv(queries, keys, dtype=dtype, **sizes)]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -79,8 +61,8 @@ def test_each_sequence_as_if_alone(op: str, dtype: torch.dtype, device: torch.de
         whole = OPS[op](q, k, v, **options)
         for row in range(len(q)):
             alone = OPS[op](*(x[row : row + 1] for x in (q, k, v)), **options)
-            same((x[0] for x in alone), (x[row] for x in whole))
-        same(OPS[op](q, k, v, **options), whole)
+            assert_same_bits([x[0] for x in alone], [x[row] for x in whole])
+        assert_same_bits(OPS[op](q, k, v, **options), whole)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -96,9 +78,9 @@ def test_tables(op: str, dtype: torch.dtype, device: torch.device) -> None:
         pool[order] = blocks
         pools.append(pool)
     table = order.view(3, 40).int()
-    same(OPS[op](q, *pools, window=130, block_table=table, return_lse=True), want)
+    assert_same_bits(OPS[op](q, *pools, window=130, block_table=table, return_lse=True), want)
     rows = torch.arange(3, device=device).int()[:, None].expand(3, 200).contiguous()
-    same(OPS[op](q, k, v, window=130, indirection=rows, return_lse=True), want)
+    assert_same_bits(OPS[op](q, k, v, window=130, indirection=rows, return_lse=True), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -134,4 +116,4 @@ def test_cuda_graphs_capture_every_op() -> None:
         captured = step()
     lengths.copy_(torch.tensor([10, 600, 450]))
     graph.replay()
-    same(captured, step())
+    assert_same_bits(captured, step())

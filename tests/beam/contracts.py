@@ -183,10 +183,7 @@ BEST: Calls = {
 }
 CONTRACTS = [
     Contract(
-        "log_softmax_top_k",
-        BEST,
-        strided=(0, 1),
-        many=many_plain,
+        "log_softmax_top_k", BEST, strided=(0, 1), many=many_plain,
         everywhere=lambda: everywhere((8, 600, {}), (9, 30, {"vocab_sizes": (1000, 4099, 32000)})),
     ),
     Contract(
@@ -233,23 +230,20 @@ CONTRACTS = [
         reference=lmdecode.reference.beam_finalize,
     ),
     Contract(
-        "beam_search_step_",
-        {"a trace": whole_step, "no trace": lambda: whole_step(trace=[])},
+        "beam_search_step_", {"a trace": whole_step, "no trace": lambda: whole_step(trace=[])},
         compiles=False,
     ),
     Contract(
-        "trie_build",
-        {"four items": lambda: Call(OPS.trie_build, *flat_items())},
-        compiles=False,
+        "trie_build", {"four items": lambda: Call(OPS.trie_build, *flat_items())}, compiles=False,
         has_fakes=False,
     ),
     Contract(
         "trie_step",
         {
             "nodes": lambda: Call(
-                OPS.trie_step, *TREE.tensors, nodes(0, 1, -1, 3), torch.tensor([5, 7, 7, 2])
-            )
+                OPS.trie_step, *TREE.tensors, nodes(0, 1, -1, 3), torch.tensor([5, 7, 7, 2]),
+            ),
         },
         compiles=False,
     ),
-]
+]  # fmt: skip

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -185,3 +186,16 @@ def random_search(
         search.steps.append(arguments)
         check(search, arguments)
     return search
+
+
+def check_refused(op: Callable[..., Any], call: dict[str, Any], message: str) -> None:
+    """Make a wrong call: its message says this, and the state stays as it was."""
+    is_type = "is of type" in message
+    parts = [part for part in call["state"] or () if isinstance(part, Tensor)]
+    before = [part.clone() for part in parts]
+    with pytest.raises(TypeError if is_type else ValueError) as error:
+        op(**call)
+    said, expected = str(error.value), f"{op.__name__}: {message}"
+    assert said == expected if is_type else expected in said
+    for part, was in zip(parts, before, strict=True):
+        assert torch.equal(part, was)

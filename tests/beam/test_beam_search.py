@@ -2,16 +2,20 @@
 
 import dataclasses
 import math
+import random
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from small_requests import VOCAB
 from small_requests import small_request as _request
 from small_requests import step_of as _step
 
 import lmdecode
-from lmdecode import BeamRequest, BeamSearch, BeamTrace
-from tests.support.beam_searches import TableModel, assert_same_result, run_requests
+from lmdecode import BeamRequest, BeamSearch, BeamTrace, format_trace
+from tests.support.beam_searches import TableModel, assert_same_result, random_request, run_requests
 
 
 def _log_softmax_total(model: TableModel, tokens: list[int], prompt: int) -> float:
@@ -326,15 +330,12 @@ def test_processors_of_each_request(dialect: str) -> None:
     model = TableModel(VOCAB, 18)
     base = {"dialect": dialect, "eos_token_id": 0, "num_return_sequences": 3, "max_new_tokens": 8}
     requests = [
-        _request(**base),
-        _request(**base, min_new_tokens=8),
-        _request(**base, suppress_tokens=[1, 2, 3, 4]),
-        _request(**base, no_repeat_ngram_size=1),
+        _request(**base), _request(**base, min_new_tokens=8),
+        _request(**base, suppress_tokens=[1, 2, 3, 4]), _request(**base, no_repeat_ngram_size=1),
         _request(5, **base, forced_bos_token_id=9),
         _request(**base, forced_eos_token_id=0, min_new_tokens=1),
-        _request(**base, logit_bias={6: 50.0, 99: 1.0}),
-        _request(**base, repetition_penalty=1e4),
-    ]
+        _request(**base, logit_bias={6: 50.0, 99: 1.0}), _request(**base, repetition_penalty=1e4),
+    ]  # fmt: skip
     results = run_requests(BeamSearch(), model, list(enumerate(requests)))
     new = [[results[n].new_tokens(rank) for rank in range(3)] for n in range(len(requests))]
     assert all(len(tokens) >= 7 for tokens in new[1])
@@ -438,3 +439,171 @@ def test_coverage_penalty_needs_attention() -> None:
         engine.step(torch.zeros(1, VOCAB), attention=torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"coverage_penalty is 0\.5; expected 0 with"):
         _request(coverage_penalty=0.5, dialect="scorer")
+
+
+ROW_VOCAB = 13
+
+_settings = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def _model(seed: int) -> TableModel:
+    """Every other model has logits of few values: candidates tie, within beams and across."""
+    return TableModel(ROW_VOCAB, seed, levels=2 * (seed % 2))
+
+
+@_settings
+@given(
+    seed=st.integers(0, 10**6),
+    arrivals=st.lists(st.integers(0, 12), min_size=1, max_size=7),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 40)),
+)
+def test_any_batch_any_time_any_slot(
+    seed: int, arrivals: list[int], sizes: tuple[int, int, int]
+) -> None:
+    choice = random.Random(seed)
+    model = _model(seed)
+    requests = [random_request(choice, ROW_VOCAB) for _ in arrivals]
+    slots, num_beams, capacity = sizes
+    engine = BeamSearch(slots=slots, num_beams=num_beams, capacity=capacity)
+    # Slots that others have left behind, in an order of their own.
+    earlier = [(number % 4, random_request(choice, ROW_VOCAB)) for number in range(5)]
+    run_requests(engine, model, earlier)
+    together = run_requests(engine, model, list(zip(arrivals, requests, strict=True)))
+    for number, request in enumerate(requests):
+        alone = run_requests(BeamSearch(), model, [(0, request)])[0]
+        assert_same_result(together[number], alone, request)
+
+
+@_settings
+@given(seed=st.integers(0, 10**6), victim=st.integers(0, 3), at=st.integers(0, 4))
+def test_cancelled_requests_leave_no_trace(seed: int, victim: int, at: int) -> None:
+    choice = random.Random(seed)
+    model = _model(seed)
+    requests = [random_request(choice, ROW_VOCAB, max_new_tokens=8) for _ in range(4)]
+    engine = BeamSearch(slots=1)
+    ids = [engine.insert(request) for request in requests]
+    step = 0
+    while engine.num_rows:
+        if step == at and ids[victim] in engine.running:
+            engine.cancel(ids[victim])
+            if not engine.num_rows:
+                break
+        engine.step(model(*engine.input_ids()))
+        step += 1
+    for result in engine.pop_finished():
+        alone = run_requests(BeamSearch(), model, [(0, requests[ids.index(result.request_id)])])[0]
+        assert_same_result(result, alone)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_thread_count(threads: int) -> None:
+    """A vocabulary that is worth threads, against one thread."""
+    vocab, model = 40009, TableModel(40009, 3, entries=31, levels=3)
+    requests = [
+        BeamRequest([n + 1], max_new_tokens=5, num_beams=n + 1, eos_token_id=7, dialect=dialect)
+        for n, dialect in enumerate(("generate", "scorer", "fairseq"))
+    ]
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for number in (1, threads):
+            torch.set_num_threads(number)
+            results.append(run_requests(BeamSearch(vocab), model, [(0, r) for r in requests]))
+    finally:
+        torch.set_num_threads(before)
+    for number in range(len(requests)):
+        assert_same_result(results[1][number], results[0][number])
+
+
+@_settings
+@given(seed=st.integers(0, 10**6))
+def test_steps_of_a_request_are_independent_of_its_neighbours_failures(seed: int) -> None:
+    choice = random.Random(seed)
+    model = _model(seed)
+    request = random_request(choice, ROW_VOCAB)
+    alone = run_requests(BeamSearch(), model, [(0, request)])[0]
+    engine = BeamSearch()
+    mine = engine.insert(replace(request, request_id="mine"))
+    while mine in engine.running:
+        broken = engine.insert(random_request(choice, ROW_VOCAB))
+        logits = model(*engine.input_ids())
+        logits[engine.row_ranges()[broken].start] = choice.choice((torch.nan, -torch.inf))
+        assert broken in engine.step(logits).finished
+    result = next(r for r in engine.pop_finished() if r.request_id == mine)
+    assert_same_result(result, alone)
+
+
+def _traces(request: BeamRequest, model: TableModel) -> tuple[list[BeamTrace], lmdecode.BeamResult]:
+    traces: list[BeamTrace] = []
+    result = run_requests(BeamSearch(on_step=traces.append), model, [(0, request)])[0]
+    return traces, result
+
+
+def test_trace_holds_every_candidate_and_decision() -> None:
+    model = TableModel(VOCAB, 13)
+    request = _request(num_beams=3, num_return_sequences=3, eos_token_id=[2, 5], max_new_tokens=8)
+    traces, result = _traces(request, model)
+    assert [trace.step for trace in traces] == list(range(result.num_steps))
+    assert [trace.done for trace in traces] == [False] * (result.num_steps - 1) + [True]
+    sequences = [(1, 2)]
+    scores = [0.0]
+    for trace in traces:
+        assert len(trace.candidates) == 9  # (1 + 2 end tokens) * 3
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        log_probs = model(torch.tensor(sequences), lengths).double().log_softmax(1)
+        for candidate in trace.candidates:
+            log_prob = float(log_probs[candidate.beam, candidate.token])
+            assert math.isclose(candidate.log_prob, log_prob, rel_tol=1e-5)
+            assert math.isclose(candidate.score, scores[candidate.beam] + log_prob, rel_tol=1e-5)
+            if candidate.decision == "closed":
+                tokens = (*sequences[candidate.beam][2:], candidate.token)
+                held = {ended.place: ended.tokens for ended in trace.hypotheses}
+                later = [c.place for c in trace.candidates if c.decision == "closed"]
+                if later.count(candidate.place) == 1:
+                    assert held[candidate.place] == tokens
+        going = [c for c in trace.candidates if c.decision == "continued"]
+        if not trace.done:
+            assert [c.place for c in going] == [0, 1, 2]
+            assert [beam.parent for beam in trace.beams] == [c.beam for c in going]
+            sequences = [(*sequences[c.beam], c.token) for c in going]
+            assert [(1, 2, *beam.tokens) for beam in trace.beams] == sequences
+            scores = [beam.score for beam in trace.beams]
+    best = sorted((ended.score for ended in traces[-1].hypotheses), reverse=True)
+    assert best == result.scores.tolist()
+
+
+def test_trace_is_that_of_the_request_alone() -> None:
+    model = TableModel(VOCAB, 14)
+    request = _request(num_beams=2, eos_token_id=3)
+    alone, _ = _traces(request, model)
+    together: list[BeamTrace] = []
+    engine = BeamSearch(on_step=together.append)
+    run_requests(
+        engine, model, [(0, _request(7, num_beams=5, eos_token_id=[1, 2, 4])), (1, request)]
+    )
+    mine = [trace._replace(request_id=0) for trace in together if trace.request_id == 1]
+    assert mine == alone
+
+
+def test_format_trace() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    traces: list[BeamTrace] = []
+    engine = BeamSearch(on_step=traces.append)
+    engine.insert(_request(num_beams=2, eos_token_id=1, request_id="r"))
+    engine.step(logits)
+    assert format_trace(traces[0]).splitlines() == [
+        "request r, step 0, group 0: goes on",
+        "  rank  beam    token     log-prob        score  decision",
+        "     0     0        0    -0.693147    -0.693147  continued, beam 0",
+        "     1     0        1    -1.203973    -1.203973  closed, place 0",
+        "     2     0        2    -1.897120    -1.897120  continued, beam 1",
+        "     3     0        3    -2.995732    -2.995732  unused",
+        "  beam     0    -0.693147  from 0: 0",
+        "  beam     1    -1.897120  from 0: 2",
+        "  ended    0    -1.203973: 1",
+    ]
+    text = format_trace(traces[0], lambda tokens: "".join("abcd"[token] for token in tokens))
+    assert text.splitlines()[2].endswith("continued, beam 0  'a'")
+    assert text.splitlines()[-1].endswith("-1.203973: 'b'")

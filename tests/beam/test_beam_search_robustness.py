@@ -1,5 +1,7 @@
 """The engine where something goes wrong: memory, modes of autograd, callbacks, odd arguments."""
 
+import math
+import random
 from typing import Any
 
 import numpy as np
@@ -8,10 +10,25 @@ import torch
 from small_requests import VOCAB
 from small_requests import small_request as _request
 from small_requests import step_of as _step
+from transformers import GPT2LMHeadModel
+from transformers.utils import logging
 
 import lmdecode
-from lmdecode import BeamRequest, BeamResult, BeamSearch, BeamTrace
-from tests.support.beam_searches import TableModel, assert_same_result
+from lmdecode import (
+    BeamCandidates,
+    BeamRequest,
+    BeamResult,
+    BeamSearch,
+    BeamTrace,
+    beam_parameters,
+    log_softmax_top_k,
+    new_beam_state,
+)
+from lmdecode.reference import beam_rules as reference
+from tests.support.beam_searches import TableModel, assert_same_result, run_requests
+from tests.support.op_contract import WrongCall, assert_refused, by_argument, wrong_calls
+from tests.support.random_tensors import randint, randn
+from tests.support.tiny_models import seeded_model
 
 
 def _finish(engine: BeamSearch, model: TableModel) -> dict[Any, BeamResult]:
@@ -232,3 +249,236 @@ def test_token_ids_of_any_integers(prompt: Any) -> None:
 def test_odd_requests_are_refused(arguments: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=f"BeamRequest: .*{message}"):
         BeamRequest(**{"prompt_ids": [1], "max_new_tokens": 3, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_beams": 0}, ValueError, "num_beams is 0; expected an int of 64 bits, at least 1"),
+        ({"num_beams": 2.0}, TypeError, "num_beams is of type float; expected an int"),
+        ({"num_beams": True}, TypeError, "num_beams is of type bool"),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
+        ({"num_return_sequences": 4}, ValueError, "num_return_sequences is 4; expected at most"),
+        ({"num_beam_groups": 2}, ValueError, "num_beam_groups is 2; expected a divisor"),
+        ({"diversity_penalty": 1.0}, ValueError, "diversity_penalty is 1.0; expected 0 where"),
+        ({"length_penalty": math.nan}, ValueError, "length_penalty is nan; expected a finite"),
+        ({"length_penalty": "1"}, TypeError, "length_penalty is of type str; expected a number"),
+        ({"early_stopping": "always"}, ValueError, "early_stopping is 'always'; expected True"),
+        ({"early_stopping": 1}, ValueError, "early_stopping is 1; expected True, False"),
+        ({"eos_token_id": -1}, ValueError, "eos_token_id is -1"),
+        ({"eos_token_id": [1.5]}, TypeError, "eos_token_id is of type float; expected an int"),
+        ({"pad_token_id": -1}, ValueError, "pad_token_id is -1"),
+        ({"min_new_tokens": -1}, ValueError, "min_new_tokens is -1"),
+        ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty is 0.0; expected a number"),
+        ({"patience": 0.0}, ValueError, "patience is 0.0; expected a number above 0"),
+        ({"patience": 0.3, "num_return_sequences": 3}, ValueError, "patience is 0.3; expected m"),
+        ({"logit_bias": [1]}, TypeError, "logit_bias is of type list; expected a mapping"),
+        ({"logit_bias": {1: math.inf}}, ValueError, "a value of logit_bias is inf"),
+        ({"dialect": "beam"}, ValueError, "dialect is 'beam'; expected one of generate, scorer"),
+        ({"dialect": "fairseq", "early_stopping": True}, ValueError, "early_stopping is True"),
+        ({"prompt_ids": []}, ValueError, "prompt_ids is empty; expected at least one token"),
+        ({"prompt_ids": "ab"}, TypeError, "prompt_ids is of type str; expected token ids"),
+        ({"prompt_ids": torch.zeros(1, 2).long()}, ValueError, r"tensor of shape \[1, 2\]"),
+        ({"prompt_ids": torch.zeros(2)}, ValueError, "prompt_ids is a float32 tensor"),
+    ],
+)  # fmt: skip
+def test_wrong_requests(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^BeamRequest: .*{message}"):
+        BeamRequest(**{"prompt_ids": [1], "max_new_tokens": 2, "num_beams": 3, **arguments})
+
+
+def test_prompts_of_any_kind() -> None:
+    for prompt in ([3, 4], (3, 4), torch.tensor([3, 4]), torch.tensor([3, 4], dtype=torch.int32)):
+        assert BeamRequest(prompt, max_new_tokens=1).prompt_ids == (3, 4)
+
+
+def test_wrong_calls_change_nothing() -> None:
+    model = TableModel(VOCAB, 15)
+    expected = run_requests(BeamSearch(), model, [(0, _request())])[0]
+    engine = BeamSearch()
+    engine.insert(_request())
+    _step(engine, model)
+    good = model(*engine.input_ids())
+    calls = [
+        ({"logits": good[:2]}, ValueError, r"logits has shape \[2, 13\]; expected \[3, 13\]: one"),
+        ({"logits": good[:, :5]}, ValueError, r"logits has shape \[3, 5\]; expected \[3, 13\]"),
+        ({"logits": good[0]}, ValueError, r"logits has shape \[13\]; expected \[3, 13\]"),
+        ({"logits": good.double()}, ValueError, "logits has dtype float64; expected float32 or"),
+        ({"logits": good.tolist()}, TypeError, "logits is of type list; expected a tensor"),
+        ({"token_bitmask": torch.zeros(3, 2, dtype=torch.int32)}, ValueError,
+         r"token_bitmask has shape \[3, 2\]; expected \[3, 1\]"),
+        ({"token_bitmask": torch.zeros(3, 1)}, ValueError, "token_bitmask has dtype float32"),
+    ]  # fmt: skip
+    for arguments, error, message in calls:
+        with pytest.raises(error, match=message):
+            engine.step(**{"logits": good, **arguments})
+    while engine.num_rows:
+        _step(engine, model)
+    assert_same_result(engine.pop_finished()[0], expected)
+    with pytest.raises(TypeError, match="request is of type dict; expected a BeamRequest"):
+        engine.insert({})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="BeamSearch: slots is 0; expected at least 1"):
+        BeamSearch(slots=0)
+    with pytest.raises(TypeError, match="BeamSearch: vocab_size is of type str"):
+        BeamSearch("13")  # type: ignore[arg-type]
+
+
+INF, NAN = float("inf"), float("nan")
+
+TOKENS, NUMBERS = randint(5, 6, 4), torch.ones(3)
+# The calls have 3 requests of 2 beams, a vocabulary of 40 tokens and sequences of 4 columns.
+WRONG_TYPES: dict[str, list[Any]] = {
+    "sequences": [[[1]] * 6],
+    "lengths": [4],
+    "repetition_penalty": [[1.0], True],
+    "no_repeat_ngram_size": [2.0],
+    "end_tokens": [{"end_tokens": [2], "min_lengths": 3}],
+    "min_lengths": [{"end_tokens": TOKENS[0], "min_lengths": 3.0}],
+    "forced_tokens": [3],
+    "diversity_penalty": [{"diversity_tokens": TOKENS[:3], "diversity_penalty": "0.5"}],
+    "bias": [[0.0] * 40],
+}
+WRONG_VALUES: dict[str, list[Any]] = {
+    "sequences": [
+        TOKENS.int(), TOKENS[:, 0], TOKENS[:5], {"sequences": None, "repetition_penalty": 1.5},
+        {"sequences": None, "no_repeat_ngram_size": NUMBERS.long()}, TOKENS.to("meta"),
+    ],
+    "lengths": [
+        NUMBERS,
+        TOKENS[:, 0],
+        {"sequences": None, "end_tokens": TOKENS[0], "min_lengths": 4},
+    ],
+    "repetition_penalty": [0.0, -1.0, NAN, 1e39, NUMBERS.double(), torch.ones(6)],
+    "no_repeat_ngram_size": [-1, 2**64, NUMBERS],
+    "min_lengths": [
+        {"end_tokens": TOKENS[0]},
+        {"end_tokens": TOKENS[0], "min_lengths": -1},
+        {"end_tokens": TOKENS[0], "min_lengths": TOKENS},
+    ],
+    "end_tokens": [{"min_lengths": 3}, {"end_tokens": TOKENS, "min_lengths": 3}],
+    "suppressed_tokens": [TOKENS[0].int(), torch.tensor(3)],
+    "forced_tokens": [TOKENS[0], TOKENS[:3, :1]],
+    "diversity_penalty": [
+        {"diversity_tokens": TOKENS[:3]},
+        {"diversity_tokens": TOKENS[:3], "diversity_penalty": INF},
+    ],
+    "diversity_tokens": [
+        {"diversity_penalty": 0.5},
+        {"diversity_tokens": TOKENS[0], "diversity_penalty": 0.5},
+    ],
+    "bias": [torch.zeros(40).half(), torch.zeros(39), torch.zeros(4, 40), torch.tensor(1.0)],
+    "token_bitmask": [
+        torch.ones(3, 40, dtype=torch.bool),
+        TOKENS[:3, :1].int(),
+        TOKENS[0, :2].int(),
+    ],
+}  # fmt: skip
+
+
+def call(device: torch.device, **changes: Any) -> BeamCandidates:
+    arguments = {"sequences": TOKENS, **changes}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            arguments[name] = value.to(device)
+    x = randn(6, 40).to(device)
+    return log_softmax_top_k(x, x[:, 0].clone(), 4, num_beams=2, **arguments)
+
+
+@wrong_calls(by_argument(TypeError, WRONG_TYPES), by_argument(ValueError, WRONG_VALUES))
+def test_error_names_the_argument(wrong: WrongCall, device: torch.device) -> None:
+    assert_refused(wrong, lambda: call(device, **wrong[1]))
+
+
+@pytest.mark.parametrize("lengths", [[0, 5, 4], [-1, 0, 0]])
+def test_wrong_lengths(lengths: list[int]) -> None:
+    """What the CPU alone can see."""
+    with pytest.raises(ValueError, match="lengths"):
+        call(torch.device("cpu"), lengths=torch.tensor(lengths))
+
+
+WORDS = 50
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2LMHeadModel:
+    logging.set_verbosity_error()
+    return seeded_model(
+        "GPT2LMHeadModel", vocab_size=WORDS, n_layer=1, n_head=2, n_embd=16, n_positions=64,
+        bos_token_id=0, eos_token_id=1, attn_implementation="eager",
+    )  # fmt: skip
+
+
+def searched(
+    model: GPT2LMHeadModel, ids: torch.Tensor, num_beams: int, new: int, options: dict[str, Any],
+    implementation: Any, best: Any,
+) -> tuple[Any, int]:  # fmt: skip
+    """Drive a search by beam_step; return the final result and the steps."""
+    batch, prompt = ids.shape
+    ends = options["end_tokens"]
+    length = prompt + new
+    state = new_beam_state(
+        batch, num_beams, length, keep_beam_indices=True, keep_log_probs=True
+    )  # fmt: skip
+    parameters = beam_parameters(
+        batch, num_beams, prompt_lengths=prompt, max_lengths=length, pad_tokens=ends[0], **options
+    )
+    state.sequences[:, :, :prompt] = ids[:, None]
+    state.lengths.fill_(prompt)
+    state.scores[:, 1:] = -1e9
+    steps = 0
+    while not bool(state.done.all()):
+        rows = state.sequences[:, :, : prompt + steps].reshape(batch * num_beams, -1)
+        log_probs = model(rows).logits[:, -1].log_softmax(-1).view(batch, num_beams, WORDS)
+        flat = (log_probs + state.scores[:, :, None]).view(batch, -1)
+        scores, index = flat.sort(descending=True, stable=True)
+        index = index[:, : max(2, 1 + len(ends)) * num_beams]
+        implementation(
+            state, parameters, scores[:, : index.shape[1]], index % WORDS, index // WORDS,
+            log_probs=log_probs.view(batch, -1).gather(1, index),
+        )  # fmt: skip
+        steps += 1
+    return best(state, parameters, num_beams), steps
+
+
+@pytest.mark.parametrize("implementation", ["op", "reference"])
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+@torch.no_grad()
+def test_generate(
+    model: GPT2LMHeadModel, length_penalty: float, early_stopping: Any, implementation: str
+) -> None:
+    step = lmdecode.beam_step if implementation == "op" else reference.beam_step
+    best = lmdecode.beam_finalize if implementation == "op" else reference.beam_finalize
+    for seed in range(12 if implementation == "op" else 3):
+        choice = random.Random(f"{seed}/{early_stopping}/{length_penalty}")
+        torch.manual_seed(choice.getrandbits(40))
+        torch.nn.init.normal_(model.transformer.wte.weight, std=1.0)
+        num_beams, new = choice.choice([2, 3, 5]), choice.choice([1, 3, 9])
+        ids = torch.randint(8, WORDS, (choice.choice([1, 2, 3]), choice.choice([1, 4])))
+        ends = choice.choice([[1], [1, 2], [1, 2, 3, 4, 5, 6, 7]])
+        want = model.generate(
+            ids, attention_mask=torch.ones_like(ids), num_beams=num_beams, max_new_tokens=new,
+            length_penalty=length_penalty, early_stopping=early_stopping, eos_token_id=ends,
+            pad_token_id=0, num_return_sequences=num_beams, do_sample=False,
+            return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        options = dict(
+            end_tokens=ends, length_penalty=length_penalty, early_stopping=early_stopping
+        )
+        final, steps = searched(model, ids, num_beams, new, options, step, best)
+        longest = int(final.lengths.max())
+        rows, prompt = ids.shape[0] * num_beams, ids.shape[1]
+        assert steps == len(want.scores)
+        assert torch.equal(final.sequences[..., :longest].reshape(rows, -1), want.sequences)
+        torch.testing.assert_close(
+            final.scores.float().reshape(-1), want.sequences_scores, rtol=1e-5, atol=1e-5
+        )
+        indices = final.beam_indices[..., prompt:longest]
+        first = torch.arange(len(ids), dtype=torch.int32)[:, None, None] * num_beams
+        indices = indices + torch.where(indices >= 0, first, 0)
+        assert torch.equal(indices.reshape(rows, -1), want.beam_indices.int())
+        # The log-probs of a sequence sum up to its score, before the penalty.
+        divisor = (final.lengths - prompt).double() ** length_penalty
+        torch.testing.assert_close(
+            final.log_probs.double().sum(-1) / divisor, final.scores, rtol=1e-4, atol=1e-4
+        )

@@ -167,20 +167,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"nodes": torch.zeros(2, 2, dtype=torch.int32)}, "nodes has shape"),
     ({"num_candidates": 0}, r"num_candidates\[0\] is 0"),
     ({"next_rows": 8}, "next_rows is 8; expected the beams of all searches, 7"),
-    (
-        {"searches": _with((2, 6), 3) + _with((2, 7), 5) - step_arguments()[4]},
-        r"searches.next_row\[2\] is 3; expected beams of its own",
-    ),
-    (
-        {"searches": torch.zeros(0, 9, dtype=torch.int64), "passes": []},
-        "next_rows is 7; expected the beams of all searches, 0",
-    ),
+    ({"searches": _with((2, 6), 3) + _with((2, 7), 5) - step_arguments()[4]},
+     r"searches.next_row\[2\] is 3; expected beams of its own"),
+    ({"searches": torch.zeros(0, 9, dtype=torch.int64), "passes": []},
+     "next_rows is 7; expected the beams of all searches, 0"),
     ({"logits": torch.zeros(1, VOCAB).expand(1 << 40, VOCAB)}, "num_candidates is 6 for 10995116"),
     ({"token_bitmask": torch.zeros(5, 1, dtype=torch.int32)}, "token_bitmask has shape"),
     ({"token_bitmask": torch.zeros(5, 2)}, "token_bitmask has dtype float32"),
     ({"bonus": torch.zeros(3, 1)}, "bonus has shape"),
     ({"trace": [torch.zeros(3, 8)]}, "trace has 1 tensors; expected 6"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda value: str(value)[:40])

@@ -1,11 +1,13 @@
 """``lmdecode``: its commands, their help and their errors; run, convert, translate and info."""
 
+import argparse
 import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ import pytest
 
 import lmdecode
 from lmdecode.__main__ import main
-from lmdecode.cli import COMMANDS
+from lmdecode.cli import COMMANDS, terminal, transcribe
+from lmdecode.cli.errors import CommandError, told
+from lmdecode.cli.terminal import busy
 from lmdecode.serving import TextModel, Tokenizer
 from tests.cli.talking import KJV, ROOT, TEMPLATES, saved_model
+from tests.decoder.whisper_models import whisper_pair
+from tests.speech.models import sound, tokenizer, write_wave
 from tests.support.mtp_models import mtp_model, write_folder
 from tests.support.processes import run_python
 
@@ -243,7 +249,6 @@ def test_a_reader_that_has_enough_and_errors_of_a_process(model: Path) -> None:
     with subprocess.Popen(
         [*command, "--max-tokens", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as reader:
-        assert reader.stdout is not None and reader.stderr is not None
         reader.stdout.read(1)
         reader.stdout.close()
         assert not reader.stderr.read()
@@ -325,3 +330,141 @@ def test_the_script_is_installed() -> None:
 
     scripts: Any = importlib.metadata.entry_points(group="console_scripts", name="lmdecode")
     assert [script.load() for script in scripts] == [main]
+
+
+def transcribe_with(*arguments: str | Path) -> int:
+    parser = argparse.ArgumentParser()
+    transcribe.add_command(parser.add_subparsers())
+    given = parser.parse_args(["transcribe", *map(str, arguments)])
+    status: int = given.run(given)
+    return status
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    whisper_pair(1)[1].save(folder)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return write_files(tmp_path_factory.mktemp("files"), 2.5)
+
+
+def write_files(folder: Path, seconds: float) -> list[Path]:
+    paths = [folder / "a.wav", folder / "b.wav"]
+    for seed, path in enumerate(paths):
+        write_wave(path, sound(seconds, seed))
+    return paths
+
+
+def test_what_it_prints(
+    whisper: Path, files: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--language", "en", "--beam-size", "1"]
+    assert transcribe_with(whisper, files[0], *options) == 0
+    printed = capsys.readouterr()
+    assert printed.out and not printed.err
+    ours = lmdecode.Transcriber(whisper)
+    segments, _ = ours.transcribe(files[0], language="en", beam_size=1)
+    expected = list(segments)
+    assert printed.out == "".join(f"{segment.text.strip()}\n" for segment in expected)
+    assert (
+        transcribe_with(
+            whisper, files[0], *options, "--format", "verbose_json", "--word-timestamps"
+        )
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert [one["tokens"] for one in found["segments"]] == [one.tokens for one in expected]
+    assert found["words"] and found["language"] == "english"
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix"),
+    [("srt", "srt"), ("vtt", "vtt"), ("json", "json"), ("verbose_json", "json"), ("txt", "txt")],
+)
+def test_files(form: str, suffix: str, whisper: Path, tmp_path: Path) -> None:
+    files, out = write_files(tmp_path, 1.0), tmp_path / "out"
+    options = ["--format", form, "--output-dir", out, "--batch-size", "2", "--beam-size", "1"]
+    assert transcribe_with(whisper, *files, *options) == 0
+    assert sorted(path.name for path in out.iterdir()) == [f"a.{suffix}", f"b.{suffix}"]
+    assert all(path.read_text(encoding="utf-8").strip() for path in out.iterdir())
+
+
+def test_what_it_refuses(
+    whisper: Path, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.wav"
+    text.write_text("This is no sound.")
+    for arguments, message in (
+        ((whisper, tmp_path / "c.wav"), "c.wav: there is no such file"),
+        ((tmp_path / "nothing", files[0]), "there is no file or folder"),
+        ((whisper, text), "text.wav cannot be decoded"),
+        ((whisper, files[0], "--language", "xx"), "language is 'xx'"),
+        ((whisper, files[0], "--beam-size", "0"), "beam_size is 0"),
+        ((whisper, files[0], "--threads", "0"), "--threads is 0"),
+        ((whisper, files[0], "--batch-size", "0"), "batch_size is 0"),
+    ):
+        assert transcribe_with(*arguments) == 1
+        error = capsys.readouterr().err
+        assert message in error and error.startswith("transcribe: ") and error.count("\n") == 1
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_long_work_has_a_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_AFTER", 0.05)
+    monkeypatch.setattr(terminal, "_EVERY", 0.01)
+    for stream, shows in ((Screen(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with busy(lambda: "Packing"):
+            end = time.monotonic() + 30
+            while shows and "Packing" not in stream.getvalue() and time.monotonic() < end:
+                time.sleep(0.01)
+        text = stream.getvalue()
+        assert ("Packing (" in text) == shows
+        assert not shows or text.endswith("\r\x1b[2K")  # it is taken away
+
+
+def test_short_work_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_AFTER", 60)
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    with busy("Packing"):
+        pass
+    assert not screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (CommandError("one\ntwo"), 1, "lmdecode x: one two\n"),
+        (ValueError("TextModel.load: dtype is 3"), 1, "lmdecode x: dtype is 3\n"),
+        (RuntimeError(""), 1, "lmdecode x: RuntimeError\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_are_told(
+    error: BaseException, status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> int:
+        raise error
+
+    assert told("lmdecode x", run) == status
+    assert capsys.readouterr().err == text
+
+
+def test_warnings_are_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    import warnings
+
+    def run() -> int:
+        warnings.warn("the store\nis gone", RuntimeWarning, stacklevel=1)
+        return 0
+
+    assert told("lmdecode x", run) == 0
+    assert capsys.readouterr().err == "lmdecode x: the store is gone\n"

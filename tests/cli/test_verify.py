@@ -342,16 +342,13 @@ def test_a_level_with_other_bits(only: Any, fault: Any, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("faults", "task", "told"),
     [
-        (
-            ["other values", "damaged values"],
-            "read",
-            ["DIFFERS: sampled", "WRONG: damaged keys were loaded"],
-        ),
+        (["other values", "damaged values"], "read",
+         ["DIFFERS: sampled", "WRONG: damaged keys were loaded"]),
         (["lost"], "read", ["tokens are lost whose write was acknowledged", "not checked: "]),
         (["crash"], "read", ["FAILED: a process ended with status 7"] * 2),
         (["crash"], "write", ["FAILED: a process ended with status 7"] * 2),
     ],
-)
+)  # fmt: skip
 def test_a_store_that_breaks_its_word(
     faults: list[str], task: str, told: list[str], only: Any, fault: Any,
     capsys: pytest.CaptureFixture[str],

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmdecode.compat import ascend
+from tests.support.random_rows import row_with_ties
 
 INF = math.inf
 MARGIN = 1e-6
@@ -92,23 +93,12 @@ def reference_v2(
     return kept
 
 
-def make_row(choice: random.Random, vocab: int, generator: torch.Generator) -> torch.Tensor:
-    """[V] f32 logits; many have ties, some -inf."""
-    row = torch.randn(vocab, generator=generator) * choice.choice((0.3, 1.0, 3.0, 6.0))
-    if choice.random() < 0.5:
-        row = (row * 2).round() / 2
-    if choice.random() < 0.15:
-        row[torch.rand(vocab, generator=generator) < 0.4] = -INF
-        row[choice.randrange(vocab)] = 1.0
-    return row
-
-
 def make_batch(
     choice: random.Random, batch: int, vocab: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, of any strides, and noise, [B, V] each."""
     generator = torch.Generator().manual_seed(choice.getrandbits(60))
-    logits = torch.stack([make_row(choice, vocab, generator) for _ in range(batch)]).to(dtype)
+    logits = torch.stack([row_with_ties(choice, vocab, generator) for _ in range(batch)]).to(dtype)
     q = torch.empty(batch, vocab).exponential_(generator=generator)
     if choice.random() < 0.3:
         q *= torch.where(torch.rand(batch, vocab, generator=generator) < 0.5, -1.0, 1.0)
@@ -148,7 +138,6 @@ def test_v1(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
             topKGuess=choice.choice((1, 32, 4096)),
         )
         assert index.dtype == torch.int64 and index.shape == (batch,)
-        assert kept_logits is not None
         assert kept_logits.dtype == torch.float32 and kept_logits.shape == (batch, vocab)
         for b in range(batch):
             x = logits[b].double().numpy()
@@ -189,7 +178,6 @@ def test_eight_scenarios(
         selected, kept_logits = ascend.top_k_top_p_sample(logits, k, p, q, isNeedLogits=True)
     else:
         selected, kept_logits, *_ = ascend.top_k_top_p_sample_v2(logits, k, p, q, isNeedLogits=True)
-    assert selected is not None and kept_logits is not None
     assert (kept_logits[0] > -INF).nonzero().flatten().tolist() == kept
     assert selected.tolist() == [index]
 
@@ -231,7 +219,6 @@ def test_p_of_zero_or_less(device: torch.device) -> None:
         assert kept_count_of(out) == 1
         assert out.logitsSelectIdx is not None and out.logitsSelectIdx.item() == 1
         out = ascend.top_k_top_p_sample_v2(logits, 0, p, isNeedSampleResult=True)
-        assert out.logitsIdx is not None and out.logitsSortMasked is not None
         assert out.logitsIdx.tolist() == [[1, 0, 0, 0]]
         assert out.logitsSortMasked.tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
@@ -304,7 +291,6 @@ def test_v2(vocab: int, dtype: torch.dtype, is_logits: bool, device: torch.devic
             message = f"k={k[b].item()} p={p[b].item()} {ks_max=} min_p={min_p[b].item()}"
             expected = np.full(vocab, -INF if is_logits else 0.0)
             expected[kept.ids] = x[kept.ids]
-            assert kept_logits is not None
             np.testing.assert_array_equal(kept_logits[b].cpu(), expected, err_msg=message)
             if index is not None:
                 chosen = kept.choose(q[b].double().numpy() if with_q else None, 1e-8)
@@ -356,8 +342,6 @@ def test_probabilities_are_not_normalised(device: torch.device) -> None:
             probabilities, k, p, isNeedLogits=True, inputIsLogits=False, isNeedSampleResult=True
         )
         assert out.logitsSelectIdx is None
-        assert out.logitsTopKPSelect is not None
-        assert out.logitsIdx is not None and out.logitsSortMasked is not None
         count = len(expected)
         assert out.logitsIdx[0, :count].tolist() == expected
         torch.testing.assert_close(
@@ -380,7 +364,6 @@ def test_sorted_output_with_special_values(device: torch.device) -> None:
         device=device,
     )
     out = ascend.top_k_top_p_sample_v2(logits, 2, 1.0, isNeedLogits=True, isNeedSampleResult=True)
-    assert out.logitsIdx is not None and out.logitsSortMasked is not None
     assert out.logitsIdx.tolist() == [[0, 0, 0, 0], [3, 1, 0, 0], [0, 2, 0, 0], [0, 1, 0, 0]]
     e = math.exp(1.0) / (1.0 + math.exp(1.0))
     expected = [[0.0] * 4, [e, 1 - e, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]
@@ -478,11 +461,8 @@ ERRORS = [
     ({"topP": True}, TypeError, r"topP is of type bool; expected a number"),
     ({"topP": math.nan}, ValueError, r"topP is nan; expected a number"),
     ({"topP": ONES.half()}, ValueError, r"topP has dtype float16; expected float32, the dtype of"),
-    (
-        {"logits": HALF, "topP": ONES},
-        ValueError,
-        r"topP has dtype float32; expected float16, the dtype of logits",
-    ),
+    ({"logits": HALF, "topP": ONES}, ValueError,
+     r"topP has dtype float32; expected float16, the dtype of logits"),
     ({"topP": ONES[:, None]}, ValueError, r"topP has shape \[2, 1\]; expected \[2\]"),
     ({"q": 1.0}, TypeError, r"q is of type float; expected a tensor or None"),
     ({"q": HALF}, ValueError, r"q has dtype float16; expected float32$"),
@@ -494,7 +474,7 @@ ERRORS = [
     ({"isNeedLogits": 2}, TypeError, r"isNeedLogits is 2; expected True or False"),
     ({"topKGuess": 0}, ValueError, r"topKGuess is 0; expected an int >= 1"),
     ({"topKGuess": 1.5}, TypeError, r"topKGuess is of type float; expected an int"),
-]
+]  # fmt: skip
 V2_ERRORS = [
     ({"minPs": "a"}, TypeError, r"minPs is of type str; expected a number or a tensor"),
     ({"minPs": ONES.bfloat16()}, ValueError, r"minPs has dtype bfloat16; expected float32"),
@@ -504,12 +484,9 @@ V2_ERRORS = [
     ({"ksMax": 8.0}, TypeError, r"ksMax is of type float; expected an int"),
     ({"inputIsLogits": None}, TypeError, r"inputIsLogits is None; expected True or False"),
     ({"isNeedSampleResult": "yes"}, TypeError, r"isNeedSampleResult is 'yes'; expected True"),
-    (
-        {"isNeedSampleResult": True, "q": torch.ones(2, 8)},
-        ValueError,
-        r"q and isNeedSampleResult=True were both given; expected q to be None then",
-    ),
-]
+    ({"isNeedSampleResult": True, "q": torch.ones(2, 8)}, ValueError,
+     r"q and isNeedSampleResult=True were both given; expected q to be None then"),
+]  # fmt: skip
 CASES = [
     *itertools.product(["top_k_top_p_sample", "top_k_top_p_sample_v2"], ERRORS),
     *itertools.product(["top_k_top_p_sample_v2"], V2_ERRORS),

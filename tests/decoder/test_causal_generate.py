@@ -26,6 +26,7 @@ import lmdecode
 from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.integrations.transformers import beam_search, sample
 from tests.support.causal_models import CASES, EOS, PAD, VOCAB, random_model, random_tokens
+from tests.support.drafts import decoding_of
 from tests.support.releases import needs_rows_apart
 from tests.support.word_tokenizer import word_tokenizer
 
@@ -33,11 +34,6 @@ cases = pytest.mark.parametrize(("architecture", "variant"), CASES)
 # Layers with a window and without; a window alone; positions.
 FEW = (("gemma3_text", "plain"), ("mistral", "window"), ("gpt2", "plain"))
 MANY_ENDS = [EOS, *range(20, 50)]  # so that rows end apart
-
-
-@functools.cache
-def decoding_of(architecture: str, variant: str, **options: Any) -> lmdecode.Decoding:
-    return lmdecode.Decoding.from_pretrained(random_model(architecture, variant), **options)
 
 
 def ragged(first_seed: int = 0, rows: int = 4) -> dict[str, Tensor]:
@@ -452,17 +448,8 @@ WORDS = (
     "Woe", "Then answered", "There was a man in the land of Uz", "Hear", "My son", "I am",
 )  # fmt: skip
 MORE_WORDS = (
-    "",
-    " and",
-    " the",
-    " that he",
-    " of Israel",
-    ", saying",
-    " not",
-    " in the",
-    " I",
-    " his",
-)
+    "", " and", " the", " that he", " of Israel", ", saying", " not", " in the", " I", " his",
+)  # fmt: skip
 
 
 @functools.cache

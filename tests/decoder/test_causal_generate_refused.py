@@ -12,15 +12,12 @@ import lmdecode
 from lmdecode.integrations.transformers.generate_call import CACHE
 from tests.decoder.decoder_models import make_model
 from tests.support.causal_models import PAD, random_model, random_tokens
+from tests.support.drafts import decoding_of
 from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
 from tests.support.releases import BEFORE_5_2
 
 CASE = ("gemma3_text", "plain")
 IDS = random_tokens(9)[None]
-
-
-def decoding_of(architecture: str, variant: str) -> lmdecode.Decoding:
-    return lmdecode.Decoding.from_pretrained(random_model(architecture, variant))
 
 
 @wrong_calls(

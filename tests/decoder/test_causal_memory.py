@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import lmdecode
 from lmdecode.demo.peak_memory import peak_memory
+from tests.support.tiny_models import seeded_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,8 +32,7 @@ _FOLDER = "LMDECODE_TEST_MODEL"
 def folder() -> Any:
     """Folders of the same model, by the dtype of their files."""
     with tempfile.TemporaryDirectory() as path:
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        model = seeded_model("LlamaForCausalLM", **SIZES)
         for dtype in ("float32", "bfloat16"):
             model.to(getattr(torch, dtype)).save_pretrained(Path(path) / dtype)
         yield Path(path)

@@ -259,7 +259,6 @@ def test_longer_lists_of_tokens_where_the_batch_is_made_for_them() -> None:
 def test_the_last_token_needs_no_distance() -> None:
     """It is chosen and not read, as with positions."""
     config, weights = random_decoder("rms")
-    assert weights.relative_bias is not None
     weights = weights._replace(relative_bias=weights.relative_bias[:, :7])
     sizes = SIZES | dict(capacity=8)
     batch = lmdecode.Decoding(config, weights).batch(**sizes)

@@ -60,19 +60,16 @@ def test_a_batch_takes_weights_and_caches() -> None:
 
 
 def _model() -> lmdecode.Decoding:
-    from transformers import MarianConfig, MarianMTModel
+    from tests.support.tiny_models import seeded_model
 
-    torch.manual_seed(0)
-    model = MarianMTModel(
-        MarianConfig(
-            vocab_size=500, d_model=128, encoder_layers=1, decoder_layers=6,
-            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
-            decoder_ffn_dim=128, max_position_embeddings=512, eos_token_id=0, pad_token_id=499,
-            decoder_start_token_id=499, forced_eos_token_id=None,
-        )
+    model = seeded_model(
+        "MarianMTModel", vocab_size=500, d_model=128, encoder_layers=1, decoder_layers=6,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
+        decoder_ffn_dim=128, max_position_embeddings=512, eos_token_id=0, pad_token_id=499,
+        decoder_start_token_id=499, forced_eos_token_id=None,
     )  # fmt: skip
     model.generation_config.max_length = None
-    return lmdecode.Decoding.from_pretrained(model.eval())
+    return lmdecode.Decoding.from_pretrained(model)
 
 
 def _generate(decoding: lmdecode.Decoding, requests: int, source: int, tokens: int) -> None:

@@ -8,13 +8,13 @@ from transformers import LogitsProcessorList
 
 import lmdecode
 from tests.decoder.test_causal_assistant import Odd, inputs
-from tests.engine.test_engine_mtp import CASES, MTP, SURE, loaded
+from tests.engine.test_engine_drafts import MTP, MTP_CASES, SURE, loaded
 from tests.support.causal_models import random_tokens
 from tests.support.drafts import counted
 
 
 @pytest.mark.parametrize("kind", ["greedy", "drawn", "penalties", "processor", "logits"])
-@pytest.mark.parametrize("case", CASES, ids=", ".join)
+@pytest.mark.parametrize("case", MTP_CASES, ids=", ".join)
 def test_every_way_to_choose(
     case: tuple[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,7 +43,7 @@ def test_every_way_to_choose(
 def test_other_formats_and_a_saved_model(dtype: str, tmp_path: Path) -> None:
     from tests.support.mtp_models import agreeing_model, write_folder
 
-    write_folder(agreeing_model(*CASES[0], 0.05), tmp_path / "of")
+    write_folder(agreeing_model(*MTP_CASES[0], 0.05), tmp_path / "of")
     decoding = lmdecode.Decoding.from_pretrained(
         tmp_path / "of", dtype, cache_dtype="int8", mtp=True, keep_model=False
     )
@@ -58,7 +58,7 @@ def test_other_formats_and_a_saved_model(dtype: str, tmp_path: Path) -> None:
 
 def test_with_a_store(tmp_path: Path) -> None:
     store_of = pytest.importorskip("lmdecode.store")
-    _, decoding = loaded(CASES[0], 0.05)
+    _, decoding = loaded(MTP_CASES[0], 0.05)
     ids, options = random_tokens(60)[None], {"max_new_tokens": 40, "eos_token_id": None}
     expected = decoding.generate(ids, **options)
     fingerprint = decoding.fingerprint()
@@ -73,6 +73,6 @@ def test_with_a_store(tmp_path: Path) -> None:
 
 
 def test_beams_have_no_drafts() -> None:
-    _, decoding = loaded(CASES[0])
+    _, decoding = loaded(MTP_CASES[0])
     with pytest.raises(ValueError, match=r"^assistant_model: expected None with beams"):
         decoding.generate(**inputs(), max_new_tokens=4, num_beams=2, **MTP)

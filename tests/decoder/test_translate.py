@@ -219,12 +219,10 @@ def test_what_is_refused(wrong: WrongCall) -> None:
     ("decoding", "message"),
     [
         (lambda: pair("whisper")[1], "the model takes input_features; expected a model of tokens"),
-        (
-            lambda: lmdecode.Decoding.from_pretrained(random_model("llama", "plain")),
-            "the model is not an encoder-decoder one of transformers on the cpu",
-        ),
+        (lambda: lmdecode.Decoding.from_pretrained(random_model("llama", "plain")),
+         "the model is not an encoder-decoder one of transformers on the cpu"),
     ],
-)
+)  # fmt: skip
 def test_other_models(decoding: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^Decoding.translate: {message}"):
         decoding().translate([[5, 6]])

@@ -191,13 +191,11 @@ def test_ended_rows_are_padded() -> None:
         ({"num_beams": 2, "seed": 3}, "^seed: expected None with beams"),
         ({"seed": [1, 2]}, "^seed: expected one number, or one for each of 3"),
         ({"seed": -1}, "^seed: expected an int >= 0, got -1"),
-        (
-            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
-            "^do_sample: expected F",
-        ),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+         "^do_sample: expected F"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_cannot_be_drawn(arguments: dict[str, Any], message: str) -> None:
     _, decoding = pair("marian")
     with pytest.raises(ValueError, match=message):

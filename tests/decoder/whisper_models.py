@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+from transformers import WhisperFeatureExtractor
 
 import lmdecode
+from tests.support.tiny_models import noisy_norms, seeded_model
 
 RATE = 16_000
 END, START, PREVIOUS, NO_SPEECH, NO_TIMESTAMPS = 50257, 50258, 50361, 50362, 50363
@@ -16,39 +17,22 @@ SECONDS = 2  # of a window, for 30
 TIMES = SECONDS * 50 + 1
 LANGUAGES = {"<|en|>": 50259, "<|de|>": 50261, "<|fr|>": 50265}
 TASKS = {"translate": 50358, "transcribe": 50359}
+SIZES: dict[str, Any] = {
+    "vocab_size": FIRST_TIMESTAMP + TIMES, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "max_source_positions": 50 * SECONDS, "max_target_positions": 64,
+    "num_mel_bins": 16, "init_std": 0.4, "pad_token_id": END, "bos_token_id": END,
+    "eos_token_id": END, "decoder_start_token_id": START, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "median_filter_width": 3,
+}  # fmt: skip
 
 
 def make_whisper(
     seed: int = 0, *, english: bool = False, end: float = 1.6, time: float = 1.7
 ) -> Any:
     """Return a model that ends its texts and is sure of times, by ``end`` and ``time``."""
-    torch.manual_seed(seed)
-    config = WhisperConfig(
-        vocab_size=FIRST_TIMESTAMP + TIMES,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_source_positions=50 * SECONDS,
-        max_target_positions=64,
-        num_mel_bins=16,
-        init_std=0.4,
-        pad_token_id=END,
-        bos_token_id=END,
-        eos_token_id=END,
-        decoder_start_token_id=START,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        median_filter_width=3,
-    )
-    model = WhisperForConditionalGeneration(config).eval()
+    model = noisy_norms(seeded_model("WhisperForConditionalGeneration", seed, **SIZES))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.1)
         embedding = model.get_input_embeddings().weight
         embedding[END] *= end
         embedding[FIRST_TIMESTAMP:] *= time
@@ -102,11 +86,7 @@ def long_audio(*seconds: float, seed: int = 0) -> dict[str, torch.Tensor]:
     sounds = [audio(length, seed + i) for i, length in enumerate(seconds)]
     return dict(
         extractor()(
-            sounds,
-            sampling_rate=RATE,
-            return_tensors="pt",
-            truncation=False,
-            padding="longest",
+            sounds, sampling_rate=RATE, return_tensors="pt", truncation=False, padding="longest",
             return_attention_mask=True,
         )
-    )
+    )  # fmt: skip

@@ -64,24 +64,16 @@ SOURCES = [source_of(length, length) for length in (3, 20, 9, 1, 24, 16, 12, 5)]
 KINDS_OF_REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"do_sample": False}),
     ({"seed": 7}, {"do_sample": True, "top_k": 0, "seed": 7}),
-    (
-        {"seed": 1, "temperature": 1.4, "top_k": 9, "top_p": 0.9},
-        {"do_sample": True, "seed": 1, "temperature": 1.4, "top_k": 9, "top_p": 0.9},
-    ),
-    (
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_tokens": 9},
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 9},
-    ),
+    ({"seed": 1, "temperature": 1.4, "top_k": 9, "top_p": 0.9},
+     {"do_sample": True, "seed": 1, "temperature": 1.4, "top_k": 9, "top_p": 0.9}),
+    ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_tokens": 9},
+     {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 9}),
     ({"num_beams": 4}, {"num_beams": 4}),
-    (
-        {"num_beams": 3, "length_penalty": 0.3, "early_stopping": True, "min_tokens": 4},
-        {"num_beams": 3, "length_penalty": 0.3, "early_stopping": True, "min_new_tokens": 4},
-    ),
-    (
-        {"num_beams": 4, "forced_bos_token_id": 9, "forced_eos_token_id": END},
-        {"num_beams": 4, "forced_bos_token_id": 9, "forced_eos_token_id": END},
-    ),
-]
+    ({"num_beams": 3, "length_penalty": 0.3, "early_stopping": True, "min_tokens": 4},
+     {"num_beams": 3, "length_penalty": 0.3, "early_stopping": True, "min_new_tokens": 4}),
+    ({"num_beams": 4, "forced_bos_token_id": 9, "forced_eos_token_id": END},
+     {"num_beams": 4, "forced_bos_token_id": 9, "forced_eos_token_id": END}),
+]  # fmt: skip
 IDS = ["greedy", "drawn", "filters", "rules", "beams", "beams that stop", "forced tokens"]
 
 

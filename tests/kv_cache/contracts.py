@@ -118,18 +118,15 @@ CONTRACTS = [
     Contract(
         "ring_cache_append_",
         {"a position": lambda: appended(9), "positions": lambda: appended(integers(0, 6))},
-        strided=(2, 3, 4),
-        many=large_append,
-        reference=reference.ring_cache_append_,
+        strided=(2, 3, 4), many=large_append, reference=reference.ring_cache_append_,
     ),
     Contract(
         "copy_blocks_",
         {
             "two pools": lambda: Call(
-                lmdecode.copy_blocks_,
-                [randn(4, 2, 5, 3), randn(4, 1, 5, 2)],
+                lmdecode.copy_blocks_, [randn(4, 2, 5, 3), randn(4, 1, 5, 2)],
                 torch.tensor([[0, 1, 5], [2, 3, 1]], dtype=torch.int32),
-            )
+            ),
         },
         many=large_copies,
         reference=reference.copy_blocks_,
@@ -138,8 +135,8 @@ CONTRACTS = [
         "block_table_append_",
         {
             "rows that share": lambda: of_a_table(
-                OPS.block_table_append_, torch.empty(4, 3).int(), torch.tensor([1, 5, 0, 0]), 4
-            )
+                OPS.block_table_append_, torch.empty(4, 3).int(), torch.tensor([1, 5, 0, 0]), 4,
+            ),
         },
         compiles=False,
     ),
@@ -147,9 +144,9 @@ CONTRACTS = [
         "block_table_reorder_",
         {
             "rows that share": lambda: of_a_table(
-                OPS.block_table_reorder_, torch.tensor([1, 1, 0]), 2, 4
-            )
+                OPS.block_table_reorder_, torch.tensor([1, 1, 0]), 2, 4,
+            ),
         },
         compiles=False,
     ),
-]
+]  # fmt: skip

@@ -182,12 +182,10 @@ def test_what_lies_behind_the_length_stays(device: torch.device) -> None:
 
 def test_tensors_of_several_kinds_in_one_call(device: torch.device) -> None:
     tensors = [
-        filled((4, 2, 6, 8), torch.bfloat16),
-        filled((4, 2, 6, 5), torch.int8),
-        filled((4, 1, 9), torch.float32),
-        filled((4, 0, 6), torch.float32),
+        filled((4, 2, 6, 8), torch.bfloat16), filled((4, 2, 6, 5), torch.int8),
+        filled((4, 1, 9), torch.float32), filled((4, 0, 6), torch.float32),
         filled((4, 2, 6), torch.complex64),
-    ]
+    ]  # fmt: skip
     for seed in range(8):
         check(tensors, random_map(4, seed), device)
     many = [filled((4, 2, 1 + i % 5), torch.float16, i) for i in range(200)]
@@ -300,13 +298,8 @@ WRONG = [
     (r"parents has shape \[\]", {"parents": MAP[0]}),
     (r"parents has shape \[2\]; expected \[3\]", {"parents": MAP[:2]}),
     (r"tensors\[0\]", {"parents": MAP.to("meta")}),
-    (
-        r"parents shares memory with tensors\[1\]",
-        {
-            "tensors": [cache(), (long := torch.zeros(3, 2, dtype=torch.int64))],
-            "parents": long[:, 0],
-        },
-    ),
+    (r"parents shares memory with tensors\[1\]",
+     {"tensors": [cache(), (long := torch.zeros(3, 2, dtype=torch.int64))], "parents": long[:, 0]}),
     (r"tensors\[1\]", {"tensors": [cache(), cache(2, 4)]}),
     (r"batch_dim is 0", {"tensors": [torch.tensor(1.0)]}),
     (r"batch_dim is 3", {"batch_dim": 3}),
@@ -324,23 +317,17 @@ WRONG = [
     (r"length is -1; expected 0 to 4", {"length_dim": 2, "length": -1}),
     (r"length is 5; expected 0 to 4", {"length_dim": 2, "length": 5}),
     (r"length is of type float", {"length_dim": 2, "length": 1.0}),
-    (
-        r"length is 4; .*tensors\[1\]",
-        {"tensors": [cache(), cache(3, 2, 3)], "length_dim": 2, "length": 4},
-    ),
+    (r"length is 4; .*tensors\[1\]",
+     {"tensors": [cache(), cache(3, 2, 3)], "length_dim": 2, "length": 4}),
     (r"tensors\[0\] has strides", {"tensors": [cache(1, 4).expand(3, 4)]}),
     (r"tensors\[0\] has strides", {"tensors": [cache(3, 1).expand(3, 4)]}),
     (r"tensors\[1\] has strides", {"tensors": [cache(), cache(9).unfold(0, 5, 2)]}),
     (r"tensors\[2\] shares memory with tensors\[0\]", {"tensors": [SHARED, cache(), SHARED]}),
-    (
-        r"tensors\[1\] shares memory with tensors\[0\]",
-        {"tensors": [SHARED[:, :, :3], SHARED[:, :, 2:]]},
-    ),
-    (
-        r"tensors\[0\] .* more than 6",
-        {"tensors": [torch.zeros(3, *[3] * 7)[:, ::2, ::2, ::2, ::2, ::2, ::2, ::2]]},
-    ),
-]
+    (r"tensors\[1\] shares memory with tensors\[0\]",
+     {"tensors": [SHARED[:, :, :3], SHARED[:, :, 2:]]}),
+    (r"tensors\[0\] .* more than 6",
+     {"tensors": [torch.zeros(3, *[3] * 7)[:, ::2, ::2, ::2, ::2, ::2, ::2, ::2]]}),
+]  # fmt: skip
 
 
 @wrong_calls(WRONG)

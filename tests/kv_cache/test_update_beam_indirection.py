@@ -141,10 +141,8 @@ WRONG = [
     (r"indirection has dtype int64", {"indirection": table().long()}),
     (r"indirection has shape \[12\]", {"indirection": table().view(-1)}),
     (r"indirection has strides", {"indirection": torch.zeros(4, 3, dtype=torch.int32).t()}),
-    (
-        r"indirection has strides",
-        {"indirection": torch.zeros(1, 4, dtype=torch.int32).expand(3, 4)},
-    ),
+    (r"indirection has strides",
+     {"indirection": torch.zeros(1, 4, dtype=torch.int32).expand(3, 4)}),
     (r"parents has dtype float32", {"parents": MAP.float()}),
     (r"parents has shape \[1, 3\]", {"parents": MAP[None]}),
     (r"parents has shape \[2\]; .*\[3\]", {"parents": MAP[:2]}),
@@ -163,7 +161,7 @@ WRONG = [
     (r"length\[2\] is 5", {"length": torch.tensor([0, 4, 5])}),
     (r"length\[0\] is -1", {"length": torch.tensor([-1, 4, 4])}),
     (r"length shares memory", {"indirection": SHARED, "length": SHARED[:, 1]}),
-]
+]  # fmt: skip
 
 
 @wrong_calls(WRONG)

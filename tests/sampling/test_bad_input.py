@@ -40,58 +40,28 @@ WRONG_TYPES: dict[str, list[Any]] = {
 }
 WRONG_VALUES: dict[str, list[Any]] = {
     "logits": [
-        torch.zeros(5),
-        torch.zeros(1, 2, 5),
-        torch.tensor(1.0),
-        torch.zeros(3, 0),
-        logits().double(),
-        logits() > 0,
-        logits().long(),
-        logits().to(torch.complex64),
+        torch.zeros(5), torch.zeros(1, 2, 5), torch.tensor(1.0), torch.zeros(3, 0),
+        logits().double(), logits() > 0, logits().long(), logits().to(torch.complex64),
     ],
     "top_k": [
-        rows(2, torch.float32),
-        rows(2, torch.int16),
-        rows(2, torch.int64, 2),
-        rows(2, torch.int32, 4),
-        rows(2, torch.int64)[:, None],
-        torch.tensor(2.0),
-        [2] * 2,
-        [2, 2**64, 2],
-        rows(2, torch.int64).to("meta"),
-        2**64,
+        rows(2, torch.float32), rows(2, torch.int16), rows(2, torch.int64, 2),
+        rows(2, torch.int32, 4), rows(2, torch.int64)[:, None], torch.tensor(2.0), [2] * 2,
+        [2, 2**64, 2], rows(2, torch.int64).to("meta"), 2**64,
     ],
     "top_p": [
-        (0.5,) * 4,
-        [0.5, float("nan"), 0.5],
-        90,
-        [0.9, 90, 0.9],
-        float("inf"),
-        float("nan"),
-        10**400,
-        rows(1, torch.int64),
-        torch.tensor(1),
-        rows(0.5, torch.float32, 1),
+        (0.5,) * 4, [0.5, float("nan"), 0.5], 90, [0.9, 90, 0.9], float("inf"), float("nan"),
+        10**400, rows(1, torch.int64), torch.tensor(1), rows(0.5, torch.float32, 1),
         rows(0.5, torch.float32).to("meta"),
     ],
     "min_p": [float("nan"), 10**400, rows(1, torch.bool), rows(0.5, torch.float16, 9)],
     "temperature": [-0.5, float("nan"), [1.0, -0.5, 1.0], 10**400, rows(1, torch.int32), logits()],
     "q": [
-        logits().half(),
-        logits().double(),
-        logits()[:, :-1],
-        logits()[:-1],
-        logits()[0],
+        logits().half(), logits().double(), logits()[:, :-1], logits()[:-1], logits()[0],
         logits().to("meta"),
     ],
     "seed": [
-        {"q": logits(), "seed": 1},
-        2**63,
-        rows(1, torch.float32),
-        rows(1, torch.int64, 2),
-        [1, 2],
-        torch.tensor(1.0),
-        rows(1, torch.int64).to("meta"),
+        {"q": logits(), "seed": 1}, 2**63, rows(1, torch.float32), rows(1, torch.int64, 2), [1, 2],
+        torch.tensor(1.0), rows(1, torch.int64).to("meta"),
     ],
     "generator": [
         {"q": logits(), "generator": torch.Generator()},
@@ -116,7 +86,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
         10**400,
         1e300,
     ],
-}
+}  # fmt: skip
 WRONG = by_argument(TypeError, WRONG_TYPES) + by_argument(ValueError, WRONG_VALUES)
 
 
@@ -259,21 +229,11 @@ def out_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 
 def call_out(out: dict[str, torch.Tensor], device: torch.device, **changes: object) -> None:
     arguments = {
-        "logits": logits().to(device),
-        "top_k": 3,
-        "top_k_rows": None,
-        "top_p": 0.9,
-        "top_p_rows": None,
-        "min_p": 0.0,
-        "min_p_rows": None,
-        "temperature": 1.0,
-        "temperature_rows": None,
-        "q": None,
-        "seed": None,
-        "position": None,
-        "eps": 1e-8,
+        "logits": logits().to(device), "top_k": 3, "top_k_rows": None, "top_p": 0.9,
+        "top_p_rows": None, "min_p": 0.0, "min_p_rows": None, "temperature": 1.0,
+        "temperature_rows": None, "q": None, "seed": None, "position": None, "eps": 1e-8,
         "dialect": 0,
-    }
+    }  # fmt: skip
     torch.ops.lmdecode.top_k_top_p_sample.out(**{**arguments, **changes}, **out)
 
 

@@ -15,21 +15,10 @@ from transformers import (
 import lmdecode
 import lmdecode.reference
 from lmdecode.sampling.types import DIALECTS
+from tests.support.random_rows import row_with_ties
 
 INF = float("inf")
 MARGIN = 1e-6
-
-
-def make_row(choice: random.Random, vocab: int) -> torch.Tensor:
-    """[V] f32 scores; many have ties, some -inf."""
-    generator = torch.Generator().manual_seed(choice.getrandbits(60))
-    row = torch.randn(vocab, generator=generator) * choice.choice((0.3, 1.0, 3.0, 6.0))
-    if choice.random() < 0.5:
-        row = (row * 2).round() / 2
-    if choice.random() < 0.15:
-        row[torch.rand(vocab, generator=generator) < 0.4] = -INF
-        row[choice.randrange(vocab)] = 1.0
-    return row
 
 
 def is_decided(y: torch.Tensor, top_p: float) -> bool:
@@ -64,7 +53,7 @@ def test_transformers(vocab: int, device: torch.device) -> None:
     ids = torch.zeros(1, 1, dtype=torch.int64)
     compared = 0
     for _ in range(250 if vocab < 1000 else 40):
-        row = make_row(choice, vocab)
+        row = row_with_ties(choice, vocab)
         temperature = choice.choice((1.0, 0.5, 0.7, 1.3, 3.0))
         top_k = choice.choice((None, 1, 2, 5, 50, vocab, vocab + 3))
         top_p = choice.choice((None, 0.1, 0.5, 0.75, 0.9, 0.99, choice.random()))
@@ -93,7 +82,6 @@ def test_transformers(vocab: int, device: torch.device) -> None:
             return_logits=True,
             dialect="transformers",
         )
-        assert out.kept_logits is not None
         message = f"{temperature=} {top_k=} {top_p=} {min_p=}"
         np.testing.assert_array_equal(out.kept_logits.cpu(), scores, err_msg=message)
         # Among equal maxima argmax may return any; ours is the first.
@@ -109,7 +97,6 @@ def test_transformers_top_p_zero_and_ties(device: torch.device) -> None:
     out = lmdecode.top_k_top_p_sample(
         scores.to(device), top_p=0.0, greedy=True, return_logits=True, dialect="transformers"
     )
-    assert out.kept_logits is not None
     np.testing.assert_array_equal(out.kept_logits.cpu(), expected)
     assert out.index.tolist() == [2, 3]
 
@@ -135,7 +122,7 @@ def test_vllm(vocab: int, device: torch.device) -> None:
     choice = random.Random(vocab)
     compared = 0
     for _ in range(250 if vocab < 1000 else 40):
-        row = make_row(choice, vocab)
+        row = row_with_ties(choice, vocab)
         temperature = choice.choice((1.0, 0.5, 0.7, 1.3, 3.0))
         top_k = choice.choice((-1, 0, 1, 2, 5, 50, vocab, vocab + 3))
         top_p = choice.choice((1.0, 0.1, 0.5, 0.75, 0.9, 0.99, choice.random()))
@@ -155,7 +142,6 @@ def test_vllm(vocab: int, device: torch.device) -> None:
             return_logits=True,
             dialect="vllm",
         )
-        assert out.kept_logits is not None
         message = f"{temperature=} {top_k=} {top_p=} {min_p=}"
         np.testing.assert_array_equal(out.kept_logits[0].cpu(), expected, err_msg=message)
     assert compared > 20
@@ -204,7 +190,7 @@ def test_ascend(vocab: int, version: int, device: torch.device) -> None:
     choice = random.Random(vocab)
     compared = 0
     for _ in range(250 if vocab < 1000 else 60):
-        row = make_row(choice, vocab)
+        row = row_with_ties(choice, vocab)
         top_k = choice.choice((-1, 0, 1, 2, 5, 50, 1000, 1024, 1025, vocab, vocab + 3))
         top_p = choice.choice((-1.0, 1.0, 1.0, 0.1, 0.5, 0.9, 0.99, choice.random()))
         min_p = choice.choice((0.0, 0.05, 0.3, 1.0)) if version == 2 else 0.0
@@ -235,7 +221,6 @@ def test_ascend(vocab: int, version: int, device: torch.device) -> None:
             return_logits=True,
             dialect=f"ascend_v{version}",
         )
-        assert out.kept_logits is not None
         message = f"{top_k=} {top_p=} {min_p=} {q is None=}"
         kept = (out.kept_logits[0] > -INF).nonzero().flatten().tolist()
         assert kept == sorted(ids.tolist()), message
@@ -262,7 +247,7 @@ def test_ascend_v2_probabilities(vocab: int, device: torch.device) -> None:
     choice = random.Random(vocab)
     compared = 0
     for _ in range(200):
-        row = make_row(choice, vocab).softmax(0)
+        row = row_with_ties(choice, vocab).softmax(0)
         top_k = choice.choice((0, 1, 2, 5, 50, vocab))
         top_p = choice.choice((0.0, 1.0, 0.1, 0.5, 0.9, choice.random()))
         min_p = choice.choice((0.0, 0.05, 0.3))
@@ -285,7 +270,6 @@ def test_ascend_v2_probabilities(vocab: int, device: torch.device) -> None:
         ids = probabilities_row(p, top_k, top_p, min_p)
         expected = np.zeros(vocab, dtype=np.float32)
         expected[ids] = row.numpy()[ids]
-        assert out.kept_logits is not None
         message = f"{top_k=} {top_p=} {min_p=}"
         np.testing.assert_array_equal(out.kept_logits[0].cpu(), expected, err_msg=message)
         assert out.kept_count.item() == len(ids), message
@@ -299,7 +283,6 @@ def test_ascend_v2_probabilities(vocab: int, device: torch.device) -> None:
 def kept_by(dialect: str, row: list[float], device: torch.device, **arguments: object) -> list[int]:
     logits = torch.tensor([row], device=device)
     out = lmdecode.top_k_top_p_sample(logits, return_logits=True, dialect=dialect, **arguments)
-    assert out.kept_logits is not None
     return (out.kept_logits[0] > -INF).nonzero().flatten().tolist()
 
 
@@ -328,31 +311,11 @@ BY_HAND: list[tuple[str, dict[str, object], list[float], dict[str, list[int]]]] 
             "ascend_v2": [0, 1],
         },
     ),
-    (
-        "p <= 0",
-        {"top_p": 0.0},
-        [1.0, 3.0, 3.0],
-        {
-            "lmdecode": [1],
-            "transformers": [2],
-            "vllm": [2],
-            "ascend_v1": [0, 1, 2],
-            "ascend_v2": [1],
-        },
-    ),
-    (
-        "min_p >= 1",
-        {"min_p": 1.0},
-        [1.0, 3.0, 3.0],
-        {
-            "lmdecode": [1],
-            "transformers": [1, 2],
-            "vllm": [1, 2],
-            "ascend_v1": [1],
-            "ascend_v2": [1],
-        },
-    ),
-]
+    ("p <= 0", {"top_p": 0.0}, [1.0, 3.0, 3.0],
+     {"lmdecode": [1], "transformers": [2], "vllm": [2], "ascend_v1": [0, 1, 2], "ascend_v2": [1]}),
+    ("min_p >= 1", {"min_p": 1.0}, [1.0, 3.0, 3.0],
+     {"lmdecode": [1], "transformers": [1, 2], "vllm": [1, 2], "ascend_v1": [1], "ascend_v2": [1]}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("point", BY_HAND, ids=lambda point: point[0])

@@ -40,13 +40,10 @@ def chi_square(observed: np.ndarray, probability: np.ndarray) -> float:
     [
         ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((WORD,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            0x299F31D0A4093822,
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822,
+         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ],
-)
+)  # fmt: skip
 def test_philox_known_answers(counter: tuple[int, ...], key: int, words: tuple[int, ...]) -> None:
     """The vectors that Random123 is published with (philox4x32-10)."""
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)

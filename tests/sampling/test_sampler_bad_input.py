@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lmdecode
+from tests.sampling.contracts import SIZES, of_rows, results
 
 VOCAB = 50
 ops = torch.ops.lmdecode
@@ -252,19 +253,10 @@ def test_defaults_of_torch_do_not_matter() -> None:
     assert torch.equal(outs[0].index, outs[1].index)
 
 
-def new_rows() -> tuple[torch.Tensor, tuple[int, int, int]]:
-    sizes = (VOCAB, 64, 16)
-    state = torch.zeros(2, ops.sampler_row_bytes(*sizes), dtype=torch.uint8)
-    numbers = torch.tensor(
-        [0.7, 0.9, 0, 1, 0, 0, 0, 0, 0, 0.1, 1.1, 0, 0.5, 0, 1.75, 0, 0.1, 0, 1, -1, 0.9],
-        dtype=torch.float64,
-    )
-    for row in range(2):
-        ops.sampler_insert_(
-            state, *sizes, row, torch.tensor([0, row, 5, 0, 2, 0, 1]), numbers,
-            torch.tensor([1, 0, 0, 0, 0, 3, 0], dtype=torch.int32), torch.tensor([1, 2, 3]),
-        )  # fmt: skip
-    return state, sizes
+def a_step() -> list[Any]:
+    """Return the arguments of a step of two rows, the state first."""
+    call = of_rows(ops.sampler_step_, LOGITS, None, results(), None, None, None, *SIZES, -1, 1)
+    return list(call.arguments.values())
 
 
 @pytest.mark.parametrize(
@@ -281,20 +273,8 @@ def new_rows() -> tuple[torch.Tensor, tuple[int, int, int]]:
     ],
 )
 def test_wrong_sizes_of_a_step(changes: dict[int, Any], error: str) -> None:
-    state, sizes = new_rows()
-    before = state.clone()
-    step = [
-        state,
-        LOGITS,
-        None,
-        torch.zeros(26, dtype=torch.uint8),
-        None,
-        None,
-        None,
-        *sizes,
-        -1,
-        1,
-    ]
+    step = a_step()
+    state, before = step[0], step[0].clone()
     for place, value in changes.items():
         step[place] = value
     with pytest.raises(ValueError, match=error):
@@ -303,35 +283,23 @@ def test_wrong_sizes_of_a_step(changes: dict[int, Any], error: str) -> None:
 
 
 def test_a_full_text() -> None:
-    state, sizes = new_rows()
-    ops.sampler_accept_(state, *sizes, 0, torch.zeros(61, dtype=torch.int64))
-    step = (
-        state,
-        LOGITS,
-        None,
-        torch.zeros(26, dtype=torch.uint8),
-        None,
-        None,
-        None,
-        *sizes,
-        -1,
-        1,
-    )
+    step = a_step()
+    ops.sampler_accept_(step[0], *SIZES, 0, torch.zeros(61, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"state\[0\] has 64 tokens of text; expected room for 1"):
         ops.sampler_step_(*step)
     with pytest.raises(ValueError, match="tokens are 1 behind 64; expected at most 64"):
-        ops.sampler_accept_(state, *sizes, 0, torch.tensor([1]))
+        ops.sampler_accept_(step[0], *SIZES, 0, torch.tensor([1]))
 
 
 @pytest.mark.parametrize(
     "rules", [[1], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0, VOCAB, 0], [0, 0, 0, 0, 1, 1, 3, 0], [9] * 7]
 )
 def test_wrong_rules(rules: list[int]) -> None:
-    state, sizes = new_rows()
+    state = a_step()[0]
     before = state.clone()
     with pytest.raises(ValueError, match="rules is not what it should be"):
         ops.sampler_insert_(
-            state, *sizes, 0, torch.zeros(7, dtype=torch.int64),
+            state, *SIZES, 0, torch.zeros(7, dtype=torch.int64),
             torch.zeros(21, dtype=torch.float64), torch.tensor(rules, dtype=torch.int32),
             torch.zeros(0, dtype=torch.int64),
         )  # fmt: skip

@@ -273,13 +273,10 @@ def test_strides() -> None:
         ({"lengths": torch.tensor([-1, 2])}, ValueError, r"lengths\[0\] is -1; expected 0 to 3"),
         ({"lengths": torch.tensor([1.0, 2.0])}, ValueError, "lengths has dtype float32"),
         ({"lengths": [1, 2]}, TypeError, "lengths is of type list"),
-        (
-            {"tokens": torch.arange(3), "lengths": torch.tensor([1])},
-            ValueError,
-            "lengths is given; expected None",
-        ),
+        ({"tokens": torch.arange(3), "lengths": torch.tensor([1])}, ValueError,
+         "lengths is given; expected None"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     right: dict[str, Any] = {"tokens": torch.ones(2, 3, dtype=torch.int64), "num_tokens": 2}
     with pytest.raises(error, match=f"^prompt_lookup: {message}"):

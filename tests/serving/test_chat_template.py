@@ -116,16 +116,14 @@ FUNCTIONS = {
     "loop": "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}",
     "namespace": "{% set n = namespace(a=1) %}{% set n.b = 2 %}{{ n.a }}{{ n.b }}",
     "no names of Python": "{% set n = namespace() %}{% set n.__class__ = 2 %}",
-    "immutable": "{{ messages.append(1) }}",
-    "classes": "{{ messages.__class__.__mro__ }}",
+    "immutable": "{{ messages.append(1) }}", "classes": "{{ messages.__class__.__mro__ }}",
     "missing": "{{ nothing }}{{ messages[0].nothing }}|",
     "missing of missing": "{{ nothing.more }}",
     "tools": "{{ tools is none }}{{ documents is none }}{{ tools is defined }}",
-    "endless": "{{ 'a' * 10 ** 30 }}",
-    "range": "{{ range(10 ** 9) | length }}",
+    "endless": "{{ 'a' * 10 ** 30 }}", "range": "{{ range(10 ** 9) | length }}",
     "generation": "{% generation %}a{{ messages[0].content }}{% endgeneration %}",
     "wrong": "{% if %}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

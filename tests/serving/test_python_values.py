@@ -11,12 +11,10 @@ from lmdecode.serving.tool_calls import FORMATS
 
 # Where each format has calls as Python writes them.
 WRITTEN = {
-    "pythonic": "[f({})]",
-    "lfm2": "<|tool_call_start|>[f({})]<|tool_call_end|>",
-    "olmo3": "<function_calls>\nf({})\n</function_calls>",
-    "llama3_json": "[f({})]",
+    "pythonic": "[f({})]", "lfm2": "<|tool_call_start|>[f({})]<|tool_call_end|>",
+    "olmo3": "<function_calls>\nf({})\n</function_calls>", "llama3_json": "[f({})]",
     "generic": "[f({})]",
-}
+}  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 TAKEN = [
     r'"\d+"', r"'\033[0m'", r'"\0"', r'"\q\'"', r'"\x41\u00e9\U0001F600"',

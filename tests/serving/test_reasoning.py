@@ -71,7 +71,6 @@ def test_formats_of_templates() -> None:
 
 
 def test_where_a_prompt_ends() -> None:
-    assert THINK is not None and HARMONY is not None
     assert THINK.starts_inside("user: hi\nassistant:\n<think>\n")
     assert not THINK.starts_inside("assistant:\n<think>\n\n</think>\n\n")
     assert not THINK.starts_inside("user: what is <think> ?\nassistant:\n")
@@ -104,7 +103,6 @@ def test_pieces_make_no_difference(
 @pytest.mark.parametrize("length", [380, 389, 390, 399, 400, 450])
 @pytest.mark.parametrize("begin", ["<|start|>", "<|channel|>analysis", "to="])
 def test_pieces_of_a_long_header_make_no_difference(begin: str, length: int) -> None:
-    assert HARMONY is not None
     text = f"{begin.ljust(length, 'x')}<|message|>hi"
     parser = HARMONY.stream()
     deltas = [delta for c in text for delta in parser.push(c)] + parser.finish()

@@ -34,7 +34,6 @@ def command(*options: str, model: Path = KJV) -> Iterator[tuple[subprocess.Popen
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert process.stdout is not None
     try:
         assert select.select([process.stdout], [], [], 120)[0], "it says where it listens"
         yield process, port_in(process.stdout.readline())

@@ -14,24 +14,14 @@ from tests.decoder.whisper_models import audio, whisper_pair
 from tests.decoder.whisper_tokenizer import whisper_tokenizer
 
 __all__ = [
-    "EASY",
-    "check_times",
-    "sound",
-    "tokenizer",
-    "transcriber",
-    "transcriber_pair",
-    "write_wave",
-]
+    "EASY", "check_times", "sound", "tokenizer", "transcriber", "transcriber_pair", "write_wave",
+]  # fmt: skip
 
 # What a random model's text needs: it is improbable, and repeats itself.
 EASY: dict[str, Any] = {
-    "temperature": 0.0,
-    "compression_ratio_threshold": None,
-    "log_prob_threshold": None,
-    "no_speech_threshold": None,
-    "max_initial_timestamp": 0.4,
-    "max_new_tokens": 24,
-}
+    "temperature": 0.0, "compression_ratio_threshold": None, "log_prob_threshold": None,
+    "no_speech_threshold": None, "max_initial_timestamp": 0.4, "max_new_tokens": 24,
+}  # fmt: skip
 
 
 def tokenizer() -> Any:

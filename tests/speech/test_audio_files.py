@@ -1,6 +1,7 @@
 """Sounds from files, arrays and tensors."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import WhisperFeatureExtractor
 
+from lmdecode.speech import Segment, TranscriptionInfo, TranscriptionOptions, Word
 from lmdecode.speech.audio_files import load_audio
+from lmdecode.speech.features import HOP, RATE, LogMel
+from lmdecode.speech.formats import FORMATS
 from tests.speech.models import sound
 from tests.support.processes import run_python
 
@@ -132,3 +137,90 @@ from lmdecode.speech.voice_activity import speech_of
     message = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and message.startswith("ImportError")
     assert f"pip install 'lmdecode[{extra}]'" in message
+
+
+@pytest.mark.parametrize("channels", [16, 80, 128])
+@pytest.mark.parametrize("samples", [0, 1, 150, 3 * RATE + 77, 30 * RATE])
+def test_a_window(channels: int, samples: int) -> None:
+    sound = torch.randn(samples, generator=torch.Generator().manual_seed(0)) * 0.1
+    extractor = WhisperFeatureExtractor(feature_size=channels)
+    if samples:
+        found = extractor(sound.numpy(), sampling_rate=RATE, return_tensors="pt")
+    else:
+        found = extractor(torch.zeros(1).numpy(), sampling_rate=RATE, return_tensors="pt")
+    got = LogMel(channels)(sound, 3000)
+    torch.testing.assert_close(got, found.input_features[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("seconds", [30.01, 61.7])
+def test_a_long_sound(seconds: float) -> None:
+    """Its parts are computed one by one, and its loudest place sets the floor of all."""
+    sound = torch.randn(int(seconds * RATE), generator=torch.Generator().manual_seed(0)) * 0.01
+    sound[len(sound) // 2 :][:5000] *= 80
+    sound[:RATE] = 0
+    found = WhisperFeatureExtractor()(
+        sound.numpy(), sampling_rate=RATE, return_tensors="pt", truncation=False, padding="longest"
+    )
+    got = LogMel(80)(sound)
+    assert got.shape == (80, len(sound) // HOP)
+    torch.testing.assert_close(got, found.input_features[0], rtol=0, atol=1e-5)
+
+
+def test_a_sound_without_a_frame() -> None:
+    assert LogMel(80)(torch.zeros(0)).shape == (80, 0)
+    assert LogMel(80)(torch.zeros(HOP - 1)).shape == (80, 0)
+
+
+def segment(number: int, start: float, end: float, text: str, words: list[Word] | None) -> Segment:
+    return Segment(number, 0, start, end, text, [1, 2], -0.25, 1.5, 0.01, words, 0.0)
+
+
+INFO = TranscriptionInfo("de", 0.9, 3725.5, 3725.5, None, TranscriptionOptions(), None)
+SEGMENTS = [
+    segment(1, 0.0, 1.5, " Hallo Welt.", None),
+    segment(2, 3723.0456, 3725.5, " A --> B \N{GREEK SMALL LETTER ALPHA}", None),
+]
+WORDS = [segment(1, 0.0, 1.5, " Hallo Welt.", [Word(0.0, 0.5, " Hallo", 0.5)])]
+
+
+def test_text() -> None:
+    expected = "Hallo Welt.\nA --> B \N{GREEK SMALL LETTER ALPHA}\n"
+    assert FORMATS["txt"](SEGMENTS, INFO) == FORMATS["text"](iter(SEGMENTS), INFO) == expected
+
+
+def test_srt() -> None:
+    assert FORMATS["srt"](SEGMENTS, INFO) == (
+        "1\n00:00:00,000 --> 00:00:01,500\nHallo Welt.\n\n"
+        "2\n01:02:03,046 --> 01:02:05,500\nA -> B \N{GREEK SMALL LETTER ALPHA}\n"
+    )
+
+
+def test_vtt() -> None:
+    assert FORMATS["vtt"](SEGMENTS, INFO) == (
+        "WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nHallo Welt.\n\n"
+        "01:02:03.046 --> 01:02:05.500\nA -> B \N{GREEK SMALL LETTER ALPHA}\n"
+    )
+
+
+def test_json() -> None:
+    text = "Hallo Welt. A --> B \N{GREEK SMALL LETTER ALPHA}"
+    assert json.loads(FORMATS["json"](SEGMENTS, INFO)) == {"text": text}
+    found = json.loads(FORMATS["verbose_json"](SEGMENTS, INFO))
+    segments = found.pop("segments")
+    assert found == {"task": "transcribe", "language": "german", "duration": 3725.5, "text": text}
+    assert [one["id"] for one in segments] == [0, 1]
+    assert segments[0] == {
+        "id": 0, "seek": 0, "start": 0.0, "end": 1.5, "text": " Hallo Welt.", "tokens": [1, 2],
+        "temperature": 0.0, "avg_logprob": -0.25, "compression_ratio": 1.5, "no_speech_prob": 0.01,
+    }  # fmt: skip
+    words = json.loads(FORMATS["verbose_json"](WORDS, INFO))["words"]
+    assert words == [{"word": "Hallo", "start": 0.0, "end": 0.5, "probability": 0.5}]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_was_said(name: str) -> None:
+    assert FORMATS[name]([], INFO).strip() in (
+        "", "WEBVTT", '{"text": ""}',
+        '{"task": "transcribe", "language": "german", "duration": 3725.5, "text": "", '
+        '"segments": []}',
+    )  # fmt: skip

@@ -51,7 +51,6 @@ class Interpreters:
         folder = self._folder / str(self._count)
         folder.mkdir()
         (folder / "code").write_text(code)
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{folder}\n")
         self._process.stdin.flush()
         assert select.select([self._process.stdout], [], [], timeout)[0], "it comes to no end"

@@ -8,6 +8,7 @@ import torch
 from lmdecode.store import Fingerprint, KVStore
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]
+Layers = Sequence[tuple[torch.Tensor, ...]]
 CHUNK = 8
 
 
@@ -39,11 +40,16 @@ def cache(tokens: Sequence[int], of: Fingerprint | None = None) -> KV:
     return pairs
 
 
-def same(a: KV | None, b: KV) -> bool:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def same(a: Layers | None, b: Layers) -> bool:
+    """Whether something was loaded, and is this to the bit."""
     return a is not None and all(
-        x.shape == y.shape and torch.equal(x, y)
-        for pair, other in zip(a, b, strict=True)
-        for x, y in zip(pair, other, strict=True)
+        x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y))
+        for layer, other in zip(a, b, strict=True)
+        for x, y in zip(layer, other, strict=True)
     )
 
 

@@ -1,14 +1,18 @@
-"""One limit for all fingerprints of a directory, on what their files take on the disk."""
+"""Room on a disk: the quota of a directory, and a file system that is full."""
 
+import errno
 import fcntl
 import os
+import subprocess
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from store_cases import same
 
 from lmdecode.store import Fingerprint, KVStore, StoreLockedError
 from lmdecode.store.__main__ import main
@@ -55,17 +59,9 @@ def _taken(path: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in path.glob("*/*"))
 
 
-def _same(a: KV | None, b: KV) -> bool:
-    return a is not None and all(
-        torch.equal(x, y)
-        for pair, other in zip(a, b, strict=True)
-        for x, y in zip(pair, other, strict=True)
-    )
-
-
 def _has(store: KVStore, number: int) -> bool:
     hit = store.lookup(_tokens(number))
-    return bool(hit) and _same(store.load(hit), _kv(number))
+    return bool(hit) and same(store.load(hit), _kv(number))
 
 
 @pytest.mark.parametrize("durability", ["strict", "relaxed"])
@@ -134,7 +130,7 @@ def test_a_long_prompt_keeps_what_it_goes_on_from(tmp_path: Path) -> None:
         for chunks in range(1, 9):
             n = chunks * _TOKENS
             assert store.put(tokens[:n], [(k[:, :n], v[:, :n]) for k, v in kv]) == n
-        assert _same(store.load(store.lookup(tokens)), kv)
+        assert same(store.load(store.lookup(tokens)), kv)
 
 
 def test_where_others_take_it_nothing_is_stored_and_nothing_evicted(tmp_path: Path) -> None:
@@ -165,7 +161,7 @@ def test_what_is_held_or_pinned_stays(tmp_path: Path) -> None:
         hit = store.lookup(_tokens(1))
         for number in range(2, 40):
             store.put(_tokens(number), _kv(number))
-        assert _has(store, 0) and _same(store.load(hit), _kv(1))
+        assert _has(store, 0) and same(store.load(hit), _kv(1))
 
 
 def test_imports_and_many_writers(tmp_path: Path) -> None:
@@ -278,3 +274,103 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_wrong_limits(tmp_path: Path, limit: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="directory_bytes"):
         _open(tmp_path, limit=limit)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    if request.param == "tmpfs":
+        command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(point)]
+    else:
+        image = tmp_path / "image"
+        with image.open("wb") as file:
+            file.truncate(28 * _MIB)
+        if subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], capture_output=True).returncode:
+            pytest.skip("no mkfs.ext4")
+        command = ["mount", "-o", "loop", str(image), str(point)]
+    try:
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("this user may not mount file systems")
+    except FileNotFoundError:
+        pytest.skip("no mount")
+    yield point
+    subprocess.run(["umount", str(point)], check=True)
+
+
+def _opened(path: Path) -> KVStore:
+    return KVStore(path, fingerprint=_fingerprint("full"), capacity_bytes=1 << 30)
+
+
+def test_a_full_disk_replaces_the_oldest(small_disk: Path) -> None:
+    path = small_disk / "store"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with _opened(path) as store:
+            for number in range(60):
+                evicted = store.stats()["evicted"]
+                assert store.put(_tokens(number), _kv(number)) == _TOKENS
+                # One for one; what the index took once is given back from a few slots more.
+                assert store.stats()["evicted"] - evicted <= 6
+                assert store.failure == ""
+            for number in range(60, 64):
+                session = store.session(f"s{number}")
+                session.step(_tokens(number))
+                assert session.commit(_kv(number)) == _TOKENS
+            held = [n for n in range(64) if store.lookup(_tokens(n))]
+            assert len(held) >= 10 and held == list(range(held[0], 64))  # the newest
+        with _opened(path) as store:
+            for number in held:
+                hit = store.lookup(_tokens(number))
+                loaded = store.load(hit)
+                assert torch.equal(loaded[1][0], _kv(number)[1][0])
+            assert store.session("s63").tokens == _tokens(63)
+            assert not store.verify().damage
+
+
+def test_nothing_goes_where_there_is_space_again(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    with _opened(small_disk / "store") as store:
+        ballast.write_bytes(os.urandom(8 * _MIB))
+        number = 0
+        while store.stats()["evicted"] == 0:
+            store.put(_tokens(number), _kv(number))
+            number += 1
+        ballast.unlink()
+        evicted = store.stats()["evicted"]
+        for number in range(100, 103):
+            assert store.put(_tokens(number), _kv(number)) == _TOKENS
+        assert store.stats()["evicted"] == evicted
+
+
+def test_one_warning_says_that_nothing_can_be_stored(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    with (
+        _opened(small_disk / "store") as store,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        with pytest.raises(OSError, match="No space"), ballast.open("wb") as file:
+            for _ in range(64):
+                file.write(os.urandom(_MIB))
+                file.flush()
+        for number in range(3):  # there is nothing to replace
+            assert store.put(_tokens(number), _kv(number)) == 0
+        assert len(caught) == 1 and caught[0].category is RuntimeWarning
+        assert "no space left" in str(caught[0].message)
+        assert "no space left" in store.failure
+        ballast.unlink()
+        assert store.put(_tokens(9), _kv(9)) == _TOKENS
+        assert store.failure == "" and len(caught) == 1
+
+
+def test_a_new_store_has_no_space(small_disk: Path) -> None:
+    with pytest.raises(OSError, match="No space"), (small_disk / "ballast").open("wb") as file:
+        for _ in range(64):
+            file.write(os.urandom(_MIB))
+            file.flush()
+    with pytest.raises(OSError) as raised:
+        _opened(small_disk / "store")
+    assert raised.value.errno == errno.ENOSPC
+    assert "store" in str(raised.value)

@@ -280,7 +280,6 @@ def test_any_of_them_is_killed(tmp_path: Path, start: Callable[[int], _Writer]) 
     for writer in writers:
         writer.hear(1)
         writer.kill()
-    assert reader is not None
     _check(reader, everyone)
     assert reader.stats()["damaged"] == 0
     reader.close()

@@ -64,22 +64,16 @@ def test_a_path_with_a_null_byte(open_store: Any, tmp_path: Path) -> None:
     ("tokens", "error", "message"),
     [
         ([1.0, 2, 3], TypeError, r"tokens\[0\] is of type float; expected token ids"),
-        (
-            [5, 9, 2, 2**40],
-            ValueError,
-            r"tokens\[3\] is 1099511627776; expected a token id, 0 to 2147483647",
-        ),
-        (
-            torch.tensor([5, 2**40]),
-            ValueError,
-            r"tokens\[1\] is 1099511627776; expected a token id, 0 to",
-        ),
+        ([5, 9, 2, 2**40], ValueError,
+         r"tokens\[3\] is 1099511627776; expected a token id, 0 to 2147483647"),
+        (torch.tensor([5, 2**40]), ValueError,
+         r"tokens\[1\] is 1099511627776; expected a token id, 0 to"),
         (torch.tensor([[-7]]), ValueError, r"tokens\[0\] is -7; expected a token id, 0 to"),
         ("text", TypeError, "tokens is of type str; expected token ids"),
         (5, TypeError, "tokens is of type int; expected token ids"),
     ],
     ids=["float", "large", "large in a tensor", "negative in a tensor", "text", "number"],
-)
+)  # fmt: skip
 def test_the_token_that_is_none_is_named(
     tokens: Any, error: type[Exception], message: str, open_store: Any
 ) -> None:

@@ -14,13 +14,9 @@ from lmdecode.beam.engine.search import BeamSearch
 from tests.support.cases import bits
 
 __all__ = [
-    "TableModel",
-    "as_transformers_model",
-    "assert_same_result",
-    "generate_arguments",
-    "random_request",
-    "run_requests",
-]
+    "TableModel", "as_transformers_model", "assert_same_result", "generate_arguments",
+    "random_request", "run_requests",
+]  # fmt: skip
 
 
 class TableModel:

@@ -95,16 +95,12 @@ def _multiplied(parameter: str, tensor: Tensor, config: Any) -> Tensor:
     given, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
     is_bias = parameter.endswith("bias")  # which factors of inputs leave as it is
     factors = {
-        "embed_tokens": config.embedding_multiplier,
-        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier, "lm_head": config.lm_head_multiplier,
         "q_proj": 1.0 if is_bias else given,
         "k_proj": config.key_multiplier * (1.0 if is_bias else given),
-        "v_proj": 1.0 if is_bias else given,
-        "o_proj": config.attention_out_multiplier,
-        "out_proj": config.ssm_out_multiplier,
-        "gate_proj": gate,
-        "down_proj": down,
-    }
+        "v_proj": 1.0 if is_bias else given, "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier, "gate_proj": gate, "down_proj": down,
+    }  # fmt: skip
     module = parameter.split(".")[-2]
     if module == "in_proj":
         inner, keys = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state

@@ -31,11 +31,9 @@ def mtp_tensors(model: MtpModel) -> dict[str, Tensor]:
         if name.startswith("blk.0.")
     }
     beside = {
-        "eh_proj": model.fc,
-        "enorm": model.norms[0] + 1.0,
-        "hnorm": model.norms[1] + 1.0,
+        "eh_proj": model.fc, "enorm": model.norms[0] + 1.0, "hnorm": model.norms[1] + 1.0,
         "shared_head_norm": of_layer["output_norm.weight"],
-    }
+    }  # fmt: skip
     return tensors | {f"{block}nextn.{name}.weight": tensor for name, tensor in beside.items()}
 
 

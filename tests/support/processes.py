@@ -19,11 +19,9 @@ __all__ = ["PROCESSES", "run_python", "start_python"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADED = [
-    "torch._dynamo",
-    "lmdecode.store",
-    "transformers.generation.utils",
+    "torch._dynamo", "lmdecode.store", "transformers.generation.utils",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "marian", "mistral")),
-]
+]  # fmt: skip
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(LOADED)

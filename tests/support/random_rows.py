@@ -1,6 +1,9 @@
 """Random rows of logits of every kind: ties, infinities, NaN, tiny and huge numbers."""
 
+from random import Random
+
 import numpy as np
+import torch
 
 INF, NAN = np.inf, np.nan
 Array = np.ndarray
@@ -39,3 +42,17 @@ def make_values(random: np.random.Generator, batch: int, vocab: int) -> Array:
             rows = kind == number
             x[rows] = make(x[rows], hit[rows])
     return x
+
+
+def row_with_ties(
+    choice: Random, vocab: int, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Return [V] f32 logits; many have ties, some -inf."""
+    generator = generator or torch.Generator().manual_seed(choice.getrandbits(60))
+    row = torch.randn(vocab, generator=generator) * choice.choice((0.3, 1.0, 3.0, 6.0))
+    if choice.random() < 0.5:
+        row = (row * 2).round() / 2
+    if choice.random() < 0.15:
+        row[torch.rand(vocab, generator=generator) < 0.4] = -torch.inf
+        row[choice.randrange(vocab)] = 1.0
+    return row

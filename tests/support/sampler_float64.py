@@ -323,15 +323,7 @@ def mirostat(rows: Rows) -> None:
 
 
 STAGE_FUNCTIONS: dict[str, Callable[[Rows], None]] = {
-    "temperature": temperature,
-    "top_k": top_k,
-    "top_p": top_p,
-    "min_p": min_p,
-    "top_n_sigma": top_n_sigma,
-    "epsilon": epsilon,
-    "eta": eta,
-    "top_h": top_h,
-    "typical": typical,
-    "xtc": xtc,
-    "mirostat": mirostat,
-}
+    "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+    "top_n_sigma": top_n_sigma, "epsilon": epsilon, "eta": eta, "top_h": top_h, "typical": typical,
+    "xtc": xtc, "mirostat": mirostat,
+}  # fmt: skip

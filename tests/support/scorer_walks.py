@@ -226,11 +226,9 @@ def walk(case: ScorerCase, actual: Any, expected: Any, *, vocab_scores: bool = F
             rows = state.rows_of(group)
             inputs = [state.input_ids[rows], *state.candidates(state.beam_scores[rows])]
             options = {
-                "pad_token_id": case.pad_token_id,
-                "eos_token_id": case.eos_token_id,
-                "beam_indices": state.beam_indices,
-                "decoder_prompt_len": case.decoder_prompt_len,
-            }
+                "pad_token_id": case.pad_token_id, "eos_token_id": case.eos_token_id,
+                "beam_indices": state.beam_indices, "decoder_prompt_len": case.decoder_prompt_len,
+            }  # fmt: skip
             if vocab_scores:
                 noise = [[-state.rng.expovariate(1) for _ in range(case.vocab)] for _ in rows]
                 inputs.append(state.beam_scores[rows].unsqueeze(1) + torch.tensor(noise))
@@ -253,12 +251,10 @@ def walk(case: ScorerCase, actual: Any, expected: Any, *, vocab_scores: bool = F
         actual.num_beam_hyps_to_keep = expected.num_beam_hyps_to_keep = keep
         inputs = [state.input_ids, state.beam_scores, tokens, torch.zeros_like(tokens)]
         options = {
-            "max_length": case.finalize_max_length,
-            "pad_token_id": case.pad_token_id,
-            "eos_token_id": case.eos_token_id,
-            "beam_indices": state.beam_indices,
+            "max_length": case.finalize_max_length, "pad_token_id": case.pad_token_id,
+            "eos_token_id": case.eos_token_id, "beam_indices": state.beam_indices,
             "decoder_prompt_len": case.decoder_prompt_len,
-        }
+        }  # fmt: skip
         ours, our_error = _call(actual.finalize, *inputs, **options)
         theirs, their_error = _call(expected.finalize, *inputs, **options)
         if "dtype of NoneType" in str(their_error):

@@ -53,41 +53,44 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "marian": ("MarianMTModel", {**_BART_LIKE, "decoder_start_token_id": PAD}),
     "t5": ("T5ForConditionalGeneration", _T5),
 }  # fmt: skip
-_ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "MTModel")
+
+
+def seeded_model(model_class: str, seed: int = 0, **arguments: Any) -> Any:
+    """Return a model of a class of transformers, of a config of its own, in evaluation mode."""
+    cls = getattr(transformers, model_class)
+    torch.manual_seed(seed)
+    return cls(cls.config_class(**arguments)).eval()
+
+
+@torch.no_grad()
+def noisy_norms(model: Any) -> Any:
+    """Return the model with norms and biases that are neither 1 nor 0."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
 
 
 def model_arguments(name: str, vocab_size: int = VOCAB) -> tuple[str, str, dict[str, Any]]:
     """Return the names of a model's class and of its config's, and the config's arguments."""
     kind, arguments = _KINDS[name]
-    family = next(kind.removesuffix(end) for end in _ENDS if kind.endswith(end))
-    return kind, _config_class(family), {**arguments, "vocab_size": vocab_size}
-
-
-def _config_class(family: str) -> str:
-    return f"{family}{'Text' if family == 'Gemma3' else ''}Config"
+    config_class = getattr(transformers, kind).config_class.__name__
+    return kind, config_class, {**arguments, "vocab_size": vocab_size}
 
 
 @functools.cache
 def build_model(name: str, vocab_size: int, dtype: torch.dtype) -> PreTrainedModel:
-    model_class, config_class, arguments = model_arguments(name, vocab_size)
-    config = getattr(transformers, config_class)(**arguments)
-    return _seeded(model_class, config, 3).to(dtype)
+    kind, arguments = _KINDS[name]
+    with torch.random.fork_rng(devices=[]):
+        return seeded_model(kind, 3, **{**arguments, "vocab_size": vocab_size}).to(dtype)
 
 
 def llama_like(
     name: str, *, seed: int = 3, random_sinks: bool = False, **options: Any
 ) -> PreTrainedModel:
     """Return a model of the causal architecture, such as "Gemma2", with ``options`` of its own."""
-    config = getattr(transformers, _config_class(name))(**{**LLAMA_LIKE, **options})
-    return _seeded(f"{name}ForCausalLM", config, seed, random_sinks)
-
-
-def _seeded(
-    model_class: str, config: Any, seed: int, random_sinks: bool = False
-) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, model_class)(config).eval()
+        model = seeded_model(f"{name}ForCausalLM", seed, **{**LLAMA_LIKE, **options})
         if random_sinks:
             for layer in model.model.layers:
                 layer.self_attn.sinks.data.normal_()

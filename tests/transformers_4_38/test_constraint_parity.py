@@ -112,25 +112,11 @@ def test_a_list_of_constraints(seed: int) -> None:
 @pytest.mark.parametrize(
     "tokens",
     [
-        [],
-        (1, 2),
-        None,
-        5,
-        [1, -1],
-        [1, "2"],
-        [1.0],
-        [[]],
-        [[1], [1, 2]],
-        [[1, 2], [1, 2]],
-        [[1], 2],
-        [[1, -3]],
-        [[1], (2,)],
-        [[], [1]],
-        [[1, 2, 4], [1, 2, 3, 4]],
-        [True, 2],
+        [], (1, 2), None, 5, [1, -1], [1, "2"], [1.0], [[]], [[1], [1, 2]], [[1, 2], [1, 2]],
+        [[1], 2], [[1, -3]], [[1], (2,)], [[], [1]], [[1, 2, 4], [1, 2, 3, 4]], [True, 2],
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["PhrasalConstraint", "DisjunctiveConstraint"])
 def test_what_a_constructor_refuses(name: str, tokens: Any) -> None:
     actual, expected = (outcome(getattr(module, name), tokens) for module in (ours, oracle))

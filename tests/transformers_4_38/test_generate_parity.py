@@ -4,45 +4,34 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers.generation import utils
 
 import lmdecode
+from tests.support.tiny_models import seeded_model
 
 VOCAB = 24
 SIZES = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def gpt2() -> Any:
-    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, **SIZES)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama() -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=64, **SIZES,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
-def bart() -> Any:
-    config = transformers.BartConfig(
-        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
-        max_position_embeddings=64, decoder_start_token_id=2, forced_eos_token_id=2, **SIZES,
-    )  # fmt: skip
-    return transformers.BartForConditionalGeneration(config)
-
-
-def t5() -> Any:
-    config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,
-        pad_token_id=0, eos_token_id=2, decoder_start_token_id=0,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
-
-
+_BART = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+    "max_position_embeddings": 64, "decoder_start_token_id": 2, "forced_eos_token_id": 2, **SIZES,
+}  # fmt: skip
+_LLAMA = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "max_position_embeddings": 64, **SIZES,
+}  # fmt: skip
+_T5 = {
+    "vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2,
+    "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, **SIZES},
+    "LlamaForCausalLM": _LLAMA,
+    "BartForConditionalGeneration": _BART,
+    "T5ForConditionalGeneration": _T5,
+}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "early stopping": {"early_stopping": True, "length_penalty": 2.0, "num_return_sequences": 3},
@@ -69,9 +58,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def generate(build: Any, seed: int, options: dict[str, Any]) -> Any:
-    torch.manual_seed(seed)
-    model = build().eval()
+def generate(name: str, seed: int, options: dict[str, Any]) -> Any:
+    model = seeded_model(name, seed, **MODELS[name])
     for parameter in model.parameters():  # untrained weights: far from uniform
         torch.nn.init.normal_(parameter, std=0.7)
     ids = torch.randint(3, VOCAB, (3, 5))
@@ -91,10 +79,10 @@ def generate(build: Any, seed: int, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("build", [gpt2, llama, bart, t5])
-def test_generate(build: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_generate(model: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3):
-        expected = generate(build, seed, MODES[mode])
+        expected = generate(model, seed, MODES[mode])
         made: list[str] = []
         with monkeypatch.context() as patch:
             for name in ("BeamSearchScorer", "ConstrainedBeamSearchScorer"):
@@ -106,7 +94,7 @@ def test_generate(build: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
                 patch.setattr(utils, name, make)
             for name in ("PhrasalConstraint", "DisjunctiveConstraint"):
                 patch.setattr(utils, name, getattr(lmdecode, name))
-            actual = generate(build, seed, MODES[mode])
+            actual = generate(model, seed, MODES[mode])
         constrained = "force_words_ids" in MODES[mode]
         assert made == ["ConstrainedBeamSearchScorer" if constrained else "BeamSearchScorer"]
         assert torch.equal(actual.sequences, expected.sequences)

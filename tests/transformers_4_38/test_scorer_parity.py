@@ -130,11 +130,9 @@ def test_what_the_constructor_refuses(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("groups", "rows"), [(1, 1), (1, 3), (1, 8), (2, 1), (2, 4)])
 def test_rows_of_another_number_of_beams(groups: int, rows: int) -> None:
     inputs = (
-        torch.zeros(rows, 3, dtype=torch.int64),
-        torch.zeros(1, 8),
-        torch.ones(1, 8, dtype=torch.int64),
-        torch.zeros(1, 8, dtype=torch.int64),
-    )
+        torch.zeros(rows, 3, dtype=torch.int64), torch.zeros(1, 8),
+        torch.ones(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64),
+    )  # fmt: skip
     for scorer in scorers(num_beam_groups=groups):
         assert outcome(scorer.process, *inputs, eos_token_id=2, pad_token_id=0) is ValueError
 

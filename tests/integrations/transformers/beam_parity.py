@@ -10,12 +10,9 @@ from lmdecode.integrations.transformers import beam_search
 from lmdecode.integrations.transformers.generate_call import CACHE
 
 EVERYTHING = {
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_attentions": True,
-    "output_hidden_states": True,
-}
+    "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+    "output_attentions": True, "output_hidden_states": True,
+}  # fmt: skip
 
 
 @contextlib.contextmanager

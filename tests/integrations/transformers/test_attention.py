@@ -26,6 +26,7 @@ from window_models import (
 from lmdecode.integrations.transformers import DynamicRingCache, StaticRingCache, attention
 from lmdecode.integrations.transformers.caches.ring_states import RingStates
 from tests.support.releases import BEFORE_5_3, READS_DRAFTS
+from tests.support.tiny_models import seeded_model
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -88,9 +89,7 @@ def test_speculation_rolls_the_ring_back(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     """Logits as far from float32 as those of eager are."""
-    config = transformers.MistralConfig(**{**LLAMA_LIKE, "sliding_window": WINDOW})
-    torch.manual_seed(3)
-    model = transformers.MistralForCausalLM(config).eval()
+    model = seeded_model("MistralForCausalLM", 3, **{**LLAMA_LIKE, "sliding_window": WINDOW})
     ids = prompts((0, 0), 40)["input_ids"]
     with torch.no_grad():
         want = model(ids).logits

@@ -46,17 +46,11 @@ OPTIONS = [
     {"sequence_bias": {(20,): -2.5, (33,): 3.5, (40,): 2.0}},
     {"bad_words_ids": [[14], [15], [16], [40]]},
     {
-        "sequence_bias": {(20,): 2.5},
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 2,
-        "bad_words_ids": [[14], [15]],
-        "min_length": 8,
-        "min_new_tokens": 5,
-        "forced_eos_token_id": EOS,
-        "suppress_tokens": [4, 9],
-        "begin_suppress_tokens": [30],
+        "sequence_bias": {(20,): 2.5}, "repetition_penalty": 1.2, "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[14], [15]], "min_length": 8, "min_new_tokens": 5,
+        "forced_eos_token_id": EOS, "suppress_tokens": [4, 9], "begin_suppress_tokens": [30],
     },
-]
+]  # fmt: skip
 NOT_FUSED = [
     {"sequence_bias": {(20,): 2.5, (21, 22): 5.0}},
     {"bad_words_ids": [[14], [15, 16]]},

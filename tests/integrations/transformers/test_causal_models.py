@@ -31,6 +31,7 @@ from tests.support.causal_models import (
     random_tokens,
 )
 from tests.support.releases import BEFORE_5_13
+from tests.support.tiny_models import seeded_model
 
 LENGTH = 5 * WINDOW + 3
 POINTER = r"; for other models there is lmdecode\.integrations\.transformers\.pack_linears_$"
@@ -286,21 +287,20 @@ def test_experts_in_another_layout(kind: str) -> None:
 
 def test_models_of_other_types() -> None:
     _refused(torch.nn.Linear(2, 2), "model is a Linear of type None; expected .*gemma2, .*smollm3")
-    experts = transformers.MixtralConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(experts)
-    _refused(model, "model is a MixtralForCausalLM of type 'mixtral'")
-    shared = transformers.Qwen2MoeConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, num_experts=2, num_experts_per_tok=1,
-    )  # fmt: skip
-    _refused(transformers.Qwen2MoeForCausalLM(shared), "Qwen2MoeForCausalLM of type 'qwen2_moe'")
-    source = transformers.T5Config(
-        vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2
-    )
-    _refused(transformers.T5ForConditionalGeneration(source), "of type 't5'")
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    for name, message, more in (
+        ("MixtralForCausalLM", "model is a MixtralForCausalLM of type 'mixtral'",
+         {**sizes, "num_local_experts": 2}),
+        ("Qwen2MoeForCausalLM", "Qwen2MoeForCausalLM of type 'qwen2_moe'",
+         {**sizes, "num_experts": 2, "num_experts_per_tok": 1}),
+        ("T5ForConditionalGeneration", "of type 't5'",
+         {"vocab_size": VOCAB, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1,
+          "num_heads": 2}),
+    ):  # fmt: skip
+        _refused(seeded_model(name, **more), message)
     wrapped = torch.nn.Module()
     wrapped.config = random_config("llama", "plain")  # as adapters do
     _refused(wrapped, "model is a Module of type 'llama'; expected a causal language model of")

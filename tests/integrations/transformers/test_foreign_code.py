@@ -97,10 +97,8 @@ def other_accelerate_hook(model: nn.Module) -> None:
 LLAMAS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "the model": (of_class(OtherLlama), "model is a OtherLlama whose forward is not that of"),
     "its inputs": (of_class(OtherInputs), "OtherInputs whose prepare_inputs_for_generation is"),
-    "a layer": (
-        lambda model: of_class(OtherMLP)(model.model.layers[0].mlp),
-        r"model\.layers\.0\.mlp is a OtherMLP whose forward is not that of transf",
-    ),
+    "a layer": (lambda model: of_class(OtherMLP)(model.model.layers[0].mlp),
+                r"model\.layers\.0\.mlp is a OtherMLP whose forward is not that of transf"),
     "an instance": (other_forward, r"model\.layers\.1 is a LlamaDecoderLayer whose forward"),
     "another class": (forward_of_another_class, r"layers\.0\.mlp is a LlamaMLP whose forward"),
     "compiled": (compiled_forward, "model is a LlamaForCausalLM whose forward"),
@@ -108,16 +106,14 @@ LLAMAS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda model: model.model.layers[1].register_forward_hook(steer),
         r"model\.layers\.1 is a LlamaDecoderLayer with the forward hook .*foreign_code\.steer",
     ),
-    "a hook before": (
-        lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None),
-        "lm_head is a Linear with the forward hook .*<lambda>",
-    ),
+    "a hook before": (lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None),
+                      "lm_head is a Linear with the forward hook .*<lambda>"),
     "weights of a hook": (
         lambda model: nn.utils.weight_norm(model.model.layers[0].mlp.up_proj),
         "mlp.up_proj is a Linear with the forward hook torch.nn.utils.weight_norm",
     ),
     "accelerate": (other_accelerate_hook, r"model\.norm is a .* with the forward hook types\."),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LLAMAS)

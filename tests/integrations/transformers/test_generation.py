@@ -328,11 +328,8 @@ def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypat
     monkeypatch.setattr(llama, "_has_unfinished_sequences", has_unfinished)
     monkeypatch.setattr(generate_sampling, "needs_synced_gpus", lambda model: True)
     arguments = {
-        "do_sample": True,
-        "max_new_tokens": 5,
-        "eos_token_id": None,
-        "seed": torch.arange(3),
-    }
+        "do_sample": True, "max_new_tokens": 5, "eos_token_id": None, "seed": torch.arange(3),
+    }  # fmt: skip
     try:
         got = llama.generate(prompts, **arguments, synced_gpus=given, custom_generate=sample)
     finally:

@@ -2,12 +2,16 @@
 
 import functools
 import itertools
+import math
+import random
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
+    LogitNormalization,
     MinLengthLogitsProcessor,
+    MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -15,10 +19,11 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopHLogitsWarper,
     TopKLogitsWarper,
+    TopPLogitsWarper,
     TypicalLogitsWarper,
 )
 
-from lmdecode.integrations.transformers import sample
+from lmdecode.integrations.transformers import TopKTopPLogitsProcessor, sample
 from lmdecode.integrations.transformers.sampling import loop
 from lmdecode.integrations.transformers.sampling.fusion import CallRows, fuse_sampling
 from tests.support.releases import IGNORES_PADDING
@@ -37,21 +42,13 @@ EDITS = {
     "begin_suppress_tokens": [10, 16],
 }
 FILTERS = {
-    "top_h": 0.7,
-    "typical_p": 0.83,
-    "epsilon_cutoff": 0.021,
-    "eta_cutoff": 0.09,
-    "temperature": 0.8,
-    "top_k": 12,
-    "top_p": 0.93,
-    "min_p": 0.013,
-}
+    "top_h": 0.7, "typical_p": 0.83, "epsilon_cutoff": 0.021, "eta_cutoff": 0.09,
+    "temperature": 0.8, "top_k": 12, "top_p": 0.93, "min_p": 0.013,
+}  # fmt: skip
 PAIRS = [
-    *((name,) for name in (*EDITS, *FILTERS)),
-    *itertools.combinations((*EDITS, *FILTERS), 2),
-    tuple(EDITS),
-    (*EDITS, *FILTERS),
-]
+    *((name,) for name in (*EDITS, *FILTERS)), *itertools.combinations((*EDITS, *FILTERS), 2),
+    tuple(EDITS), (*EDITS, *FILTERS),
+]  # fmt: skip
 
 
 class Spy(LogitsProcessor):
@@ -263,14 +260,10 @@ def test_biases_are_read_in_the_first_step_of_a_call(llama, prompts, do_sample):
 
 
 R, N, B, T, K, H, Y = (
-    RepetitionPenaltyLogitsProcessor(1.3),
-    NoRepeatNGramLogitsProcessor(2),
-    SequenceBiasLogitsProcessor({(3,): 1.0}),
-    TemperatureLogitsWarper(0.5),
-    TopKLogitsWarper(7),
-    TopHLogitsWarper(0.5),
-    TypicalLogitsWarper(0.9),
-)
+    RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2),
+    SequenceBiasLogitsProcessor({(3,): 1.0}), TemperatureLogitsWarper(0.5), TopKLogitsWarper(7),
+    TopHLogitsWarper(0.5), TypicalLogitsWarper(0.9),
+)  # fmt: skip
 ROWS = CallRows(9, 50, 0)
 
 
@@ -297,7 +290,6 @@ def test_the_longest_suffix_goes_to_the_sampler(processors, called, arguments):
     if called is None:
         assert fusion.sampler is None
         return
-    assert fusion.sampler is not None
     assert (fusion.sampler.processors or []) == processors[:called]
     assert set(fusion.sampler.arguments) == arguments
 
@@ -305,7 +297,6 @@ def test_the_longest_suffix_goes_to_the_sampler(processors, called, arguments):
 def test_greedy_search_gives_no_filter_to_the_sampler():
     assert fuse_sampling(LogitsProcessorList([R, T, K]), False, ROWS).sampler is None
     fusion = fuse_sampling(LogitsProcessorList([T, R, N]), False, ROWS)
-    assert fusion.sampler is not None
     assert fusion.sampler.processors == [T]
 
 
@@ -316,3 +307,107 @@ def test_padding_that_counts_as_text_is_left_to_the_processors():
     assert fuse_sampling(LogitsProcessorList([R]), True, padded).sampler is None
     ignoring = RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=torch.tensor([0, 2]))
     assert fuse_sampling(LogitsProcessorList([ignoring]), True, padded).sampler is not None
+
+
+class MyTopK(TopKLogitsWarper):
+    """A subclass may do anything."""
+
+
+class MyList(LogitsProcessorList):
+    """A list that may do anything."""
+
+
+HEAT, TOP, P, M = (
+    TemperatureLogitsWarper(0.5), TopKLogitsWarper(7), TopPLogitsWarper(0.9), MinPLogitsWarper(0.1),
+)  # fmt: skip
+PENALTY = RepetitionPenaltyLogitsProcessor(1.3)
+ALL = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1}
+
+
+def only(*names: str) -> dict[str, float]:
+    return {name: ALL[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("processors", "called", "stages"),
+    [
+        ([], 0, {}),
+        ([HEAT, TOP, P, M], 0, ALL),
+        ([TOP], 0, only("top_k")),
+        ([HEAT, M], 0, only("temperature", "min_p")),
+        ([PENALTY], 1, {}),
+        ([PENALTY, HEAT, TOP, P, M], 1, ALL),
+        # Something else stands between the warpers, or after them.
+        ([HEAT, TopHLogitsWarper(0.5), TOP, P], 2, only("top_k", "top_p")),
+        ([HEAT, TOP, PENALTY], 3, {}),
+        ([HEAT, TOP, P, TypicalLogitsWarper(0.9)], 4, {}),
+        ([HEAT, TOP, LogitNormalization()], 3, {}),
+        # Another order than the op's, or one of them twice.
+        ([TOP, HEAT], 1, only("temperature")),
+        ([P, TOP, M], 1, only("top_k", "min_p")),
+        ([M, P, TOP, HEAT], 3, only("temperature")),
+        ([HEAT, HEAT], 1, only("temperature")),
+        ([TOP, P, TOP, P], 2, only("top_k", "top_p")),
+        # Warpers that the op cannot express.
+        ([HEAT, TopKLogitsWarper(7, filter_value=-1e4)], 2, {}),
+        ([HEAT, TopPLogitsWarper(0.9, min_tokens_to_keep=2), M], 2, only("min_p")),
+        ([HEAT, MinPLogitsWarper(0.1, min_tokens_to_keep=2)], 2, {}),
+        ([HEAT, MyTopK(7), P], 2, only("top_p")),
+        ([TemperatureLogitsWarper(1e-60), TOP], 1, only("top_k")),
+        # The minimum of top-k is part of its k.
+        ([TopKLogitsWarper(1, min_tokens_to_keep=7), P], 0, only("top_k", "top_p")),
+        # Our own processor counts as its stages.
+        ([TopKTopPLogitsProcessor(**ALL)], 0, ALL),
+        ([TopKTopPLogitsProcessor(temperature=0.5, top_k=7), P, M], 0, ALL),
+        ([TopKTopPLogitsProcessor(temperature=0.5, top_p=0.9), TOP], 1, only("top_k")),
+        ([TopKTopPLogitsProcessor(), HEAT], 0, only("temperature")),
+    ],
+)
+def test_the_longest_suffix_in_order_is_fused(processors, called, stages):
+    fusion = fuse_sampling(LogitsProcessorList(processors), do_sample=True)
+    assert (fusion.processors or []) == processors[:called]
+    assert fusion.stages == stages
+    assert not fusion.greedy
+
+
+def test_greedy_search_fuses_nothing():
+    fusion = fuse_sampling(LogitsProcessorList([PENALTY, HEAT, TOP]), do_sample=False)
+    assert fusion.processors == [PENALTY, HEAT, TOP]
+    assert fusion.stages == {}
+    assert fusion.greedy
+
+
+def test_another_kind_of_list_is_called_whole():
+    processors = MyList([HEAT, TOP])
+    fusion = fuse_sampling(processors, do_sample=True)
+    assert fusion.processors is processors
+    assert fusion.stages == {}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_list_keeps_its_distribution(seed):
+    """The called part followed by the op leaves the scores that the whole list gives."""
+    from lmdecode.sampling.ops import top_k_top_p_sample
+
+    rng = random.Random(seed)
+    pool = [
+        lambda: TemperatureLogitsWarper(rng.uniform(0.3, 2.0)),
+        lambda: TopKLogitsWarper(rng.randint(1, 40), min_tokens_to_keep=rng.choice([1, 3])),
+        lambda: TopPLogitsWarper(rng.uniform(0.1, 0.99), min_tokens_to_keep=rng.choice([1, 1, 3])),
+        lambda: MinPLogitsWarper(rng.uniform(0.01, 0.5), min_tokens_to_keep=rng.choice([1, 1, 2])),
+        lambda: RepetitionPenaltyLogitsProcessor(1.3),
+        lambda: TypicalLogitsWarper(0.9),
+    ]
+    processors = LogitsProcessorList([rng.choice(pool)() for _ in range(rng.randint(0, 6))])
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(4, 50, generator=generator) * 3
+    ids = torch.randint(0, 50, (4, 9), generator=generator)
+
+    fusion = fuse_sampling(processors, do_sample=True)
+    called = scores if fusion.processors is None else fusion.processors(ids, scores)
+    drawn = top_k_top_p_sample(
+        called, **fusion.stages, seed=seed, return_logits=True, dialect="transformers"
+    )
+    expected = processors(ids, scores)
+    assert torch.equal(drawn.kept_logits, expected)
+    assert (expected.gather(1, drawn.index[:, None]) > -math.inf).all()

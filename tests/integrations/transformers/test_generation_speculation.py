@@ -242,11 +242,8 @@ def test_a_padded_prompt():
     for source in ("lookup", "assistant"):
         for config in ("greedy", "temperature", "rules"):
             options = {
-                "max_new_tokens": 30,
-                "do_sample": True,
-                "seed": 3,
-                "custom_generate": sample,
-            }
+                "max_new_tokens": 30, "do_sample": True, "seed": 3, "custom_generate": sample,
+            }  # fmt: skip
             options |= {"attention_mask": mask, **CONFIGS[config]}
             expected = bible().generate(ids, **options)
             assert torch.equal(bible().generate(ids, **options, **drafts(source)), expected)

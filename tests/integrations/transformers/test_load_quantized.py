@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_pack_linears import IDS, SMALL, gpt2, logits, packed
-from test_quantized_checkpoints import awq_columns, same, words_of, zero_words
+from test_pack_linears import IDS, gpt2, logits, packed
+from test_pack_linears import llama as small_llama
+from test_quantizer import awq_columns, same, words_of, zero_words
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -48,16 +49,8 @@ FORMATS = {
 
 
 def llama(**settings: Any) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
-        num_hidden_layers=2, **{"attention_bias": True, **SMALL, **settings},
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(parameter)
-    return model
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
+    return small_llama(**{**sizes, **settings})
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -17,19 +16,19 @@ from lmdecode import PackedLinear
 from lmdecode.integrations.transformers import PackedLinearModule, pack_linears_
 from lmdecode.integrations.transformers.linear import packing
 from tests.support.op_contract import WrongCall, assert_refused, wrong_calls
+from tests.support.tiny_models import seeded_model
 
 IDS = torch.randint(3, 200, (2, 9), generator=torch.Generator().manual_seed(0))
 SMALL: dict[str, Any] = dict(vocab_size=200, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
 
 def llama(dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
-    torch.manual_seed(0)
-    defaults = {"num_hidden_layers": 2, "tie_word_embeddings": True}
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
-        attention_bias=True, **SMALL, **{**defaults, **settings},
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "attention_bias": True,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = seeded_model("LlamaForCausalLM", **{**sizes, **SMALL, **settings})
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter)
@@ -37,18 +36,14 @@ def llama(dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, **SMALL)
-    return transformers.GPT2LMHeadModel(config).eval()
+    return seeded_model("GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, **SMALL)
 
 
 def t5() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0,
-        feed_forward_proj="gated-gelu", **SMALL,
+    return seeded_model(
+        "T5ForConditionalGeneration", d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, feed_forward_proj="gated-gelu", **SMALL,
     )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config).eval()
 
 
 @torch.no_grad()
@@ -267,37 +262,27 @@ WRONG = [
     ("model is of type str; expected an nn.Module", lambda: pack_linears_("llama")),
     ("model is a linear layer itself", lambda: pack_linears_(nn.Linear(3, 3))),
     ("dtype is 'int3'; expected one of float32", lambda: pack_linears_(LINEARS, "int3")),
-    (
-        "group_size is 48; expected 32, 64 or 128",
-        lambda: pack_linears_(LINEARS, "int4", group_size=48),
-    ),
+    ("group_size is 48; expected 32, 64 or 128",
+     lambda: pack_linears_(LINEARS, "int4", group_size=48)),
     ("group_size is 32; expected None with int8", lambda: pack_linears_(LINEARS, group_size=32)),
-    (
-        "skip is of type str; expected a sequence of str",
-        lambda: pack_linears_(LINEARS, skip="lm_head"),
-    ),
+    ("skip is of type str; expected a sequence of str",
+     lambda: pack_linears_(LINEARS, skip="lm_head")),
     ("skip is of type int", lambda: pack_linears_(LINEARS, skip=[1])),
-    (
-        "skip has 'lm_heed', which is in the name of no module",
-        lambda: pack_linears_(LINEARS, skip=["0", "lm_heed"]),
-    ),
+    ("skip has 'lm_heed', which is in the name of no module",
+     lambda: pack_linears_(LINEARS, skip=["0", "lm_heed"])),
     (
         "0.1 is on meta; expected a model on cpu",
         lambda: pack_linears_(
             nn.Sequential(nn.Sequential(LINEARS[0], nn.Linear(3, 3, device="meta")))
         ),
     ),
-    (
-        "1 has dtype float64",
-        lambda: pack_linears_(nn.Sequential(LINEARS[0], nn.Linear(3, 3, dtype=torch.float64))),
-    ),
-    (
-        "model is a Sequential without a layer to pack; expected a torch.nn.Linear or Conv1D",
-        lambda: pack_linears_(nn.Sequential(nn.ReLU()), "int4"),
-    ),
+    ("1 has dtype float64",
+     lambda: pack_linears_(nn.Sequential(LINEARS[0], nn.Linear(3, 3, dtype=torch.float64)))),
+    ("model is a Sequential without a layer to pack; expected a torch.nn.Linear or Conv1D",
+     lambda: pack_linears_(nn.Sequential(nn.ReLU()), "int4")),
     ("without a layer to pack", lambda: pack_linears_(LINEARS, skip=["0"])),
     ("without a layer to pack", lambda: pack_linears_(PACKED, "int4")),
-]
+]  # fmt: skip
 
 
 @wrong_calls(WRONG)

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 
 pytest.importorskip("lmdecode.store")
 
+import transformers
 from store_models import (
     ANSWER,
     DECODERS,
     ENCODER_DECODERS,
+    SHIPPED,
     answer,
     converse,
     ids,
@@ -41,6 +44,8 @@ from lmdecode.integrations.transformers import (
 )
 from lmdecode.integrations.transformers.generate_call import CACHE
 from tests.support.releases import BEFORE_5_18
+from tests.support.store_faults import kill_behind
+from tests.support.tiny_models import PAD
 
 TURNS = (ids(37), ids(5, seed=1), ids(21, seed=2))
 CACHES = {
@@ -478,3 +483,169 @@ def test_wrong_stores_and_caches(tmp_path: Path) -> None:
         # Of the same session that begins anew, it is filled again.
         tokens, _ = answer(llama, store, "a", TURNS[2], past_key_values=cache, rewind=True)
         assert tokens == plain(llama, TURNS[2])
+
+
+_TURNS = [ids(11), ids(5, seed=1), ids(7, seed=2)]
+
+
+def _say(model: Any, store: Any, tokens: torch.Tensor, **options: Any) -> list[int]:
+    result = generate_with_store(model, store, "a", tokens, **{**ANSWER, **options})
+    return list(result[0].tolist())
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_new_tokens_alone_are_the_whole_conversation(name: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    with store_of(model, tmp_path / "whole") as store:
+        tokens: list[int] = []
+        for turn in _TURNS:
+            whole = torch.tensor([[*tokens, *turn[0].tolist()]])
+            tokens = _say(model, store, whole, attention_mask=torch.ones_like(whole))
+    for turn in _TURNS:  # each in a new store object: the session comes from the disk
+        with store_of(model, tmp_path / "append") as store:
+            appended = _say(model, store, turn, append=True)
+    assert appended == tokens
+
+
+def test_a_mask_is_that_of_the_new_tokens(tmp_path: Path) -> None:
+    model = model_of("llama")
+    padded = torch.tensor([[PAD, 5]])
+    with store_of(model, tmp_path) as store:
+        _say(model, store, _TURNS[0], append=True)
+        with pytest.raises(ValueError, match="padding token"):
+            _say(model, store, padded, append=True)
+        with pytest.raises(ValueError, match=r"another shape than the new tokens.*\[1, 2\]"):
+            _say(model, store, padded, append=True, attention_mask=torch.ones(1, 20))
+        before = store.session("a").tokens
+        tokens = _say(model, store, padded, append=True, attention_mask=torch.ones(1, 2))
+    assert tokens[: len(before) + 2] == [*before, PAD, 5]
+
+
+def test_an_encoder_has_no_new_tokens(tmp_path: Path) -> None:
+    model = model_of("t5")
+    with store_of(model, tmp_path) as store, pytest.raises(ValueError, match="append is True"):
+        _say(model, store, _TURNS[0], append=True)
+
+
+def test_a_shorter_or_another_text_is_an_error(tmp_path: Path) -> None:
+    model = model_of("llama")
+    with store_of(model, tmp_path) as store:
+        tokens = _say(model, store, _TURNS[0])
+        for other in (_TURNS[1], torch.tensor([tokens[:-1]]), _TURNS[0]):
+            with pytest.raises(ValueError, match="of the 20 tokens of session 'a'; expected all"):
+                _say(model, store, other)
+            assert store.session("a").tokens == tokens
+        again = _say(model, store, _TURNS[0], rewind=True)
+        assert again == tokens
+        assert _say(model, store, _TURNS[1], rewind=True) == store.session("a").tokens
+
+
+def test_the_tokens_of_an_unknown_session_are_none(tmp_path: Path) -> None:
+    model = model_of("llama")
+    with store_of(model, tmp_path) as store:
+        assert store.session("a").input_ids is None
+        with pytest.raises(TypeError, match=r"input_ids is a torch.float32 tensor; expected"):
+            _say(model, store, torch.tensor([store.session("a").tokens]))
+        tokens = _say(model, store, _TURNS[0])
+        known = store.session("a").input_ids
+        assert known.dtype == torch.int64 and known.tolist() == [tokens]
+
+
+_ANSWER = 48
+_KILLED_AFTER = 21
+
+_CHILD = """
+import torch
+torch.set_num_threads(1)
+from test_store_generation import build, prompt_of, settings
+from store_models import answer, store_of
+from tests.support.store_faults import Progress
+model = build({name!r}, {dtype})
+with store_of(model, __import__("pathlib").Path({store!r}), **settings({name!r})) as store:
+    answer(model, store, "chat", prompt_of({name!r}), streamer=Progress(), **{options!r})
+"""
+
+
+def build(name: str, dtype: torch.dtype) -> Any:
+    if name != "shipped":
+        return model_of(name, dtype)
+    return transformers.AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=dtype).eval()
+
+
+def prompt_of(name: str) -> torch.Tensor:
+    # Of the shipped model, longer than its window of 128.
+    return ids(150 if name == "shipped" else 37)
+
+
+def settings(name: str) -> dict[str, Any]:
+    return {"chunk_tokens": None} if name == "shipped" else {}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in the child: with another number of threads, sums are made in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("name", "dtype", "way"),
+    [
+        *(
+            pytest.param(
+                "shipped", dtype, way,
+                marks=[
+                    pytest.mark.skipif(not SHIPPED.exists(), reason="in source checkouts only"),
+                    pytest.mark.slow,
+                ],
+            )
+            for dtype in (torch.float32, torch.bfloat16)
+            for way in ("greedy", "sampled")
+        ),
+        ("llama", torch.float32, "sampled"),
+        pytest.param("gemma2", torch.bfloat16, "greedy", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+@pytest.mark.slow
+def test_killed_while_it_answers(name: str, dtype: torch.dtype, way: str, tmp_path: Path) -> None:
+    model, prompt = build(name, dtype), prompt_of(name)
+    length = {"max_new_tokens": _ANSWER, "min_new_tokens": _ANSWER}
+    options: dict[str, Any] = {"prefill_chunk_size": 32, "commit_every": 5}
+    if way == "sampled":
+        options.update(do_sample=True, top_p=0.9, temperature=0.9)
+    loop = {"seed": 5, "custom_generate": sample} if way == "sampled" else {}
+    with store_of(model, tmp_path / "whole", **settings(name)) as store:
+        tokens, logits = answer(model, store, "chat", prompt, **options, **length, **loop)
+
+    code = _CHILD.format(
+        name=name, dtype=dtype, store=str(tmp_path / "killed"), options={**options, **length}
+    )  # fmt: skip
+    if way == "sampled":
+        code = code.replace(
+            "streamer=Progress()",
+            "streamer=Progress(), seed=5, custom_generate="
+            "__import__('lmdecode.integrations.transformers', fromlist=['']).sample",
+        )
+    kill_behind(_KILLED_AFTER, code, Path(__file__).parent)
+
+    with store_of(model, tmp_path / "killed", **settings(name)) as store:
+        said = store.session("chat").tokens
+        assert store.session("chat").resume()[0] >= min(len(said), prompt.shape[1]) - 1
+        said = said or prompt[0].tolist()  # a disk that is slower than all that
+        kept = len(said) - prompt.shape[1]
+        assert 0 <= kept <= _ANSWER
+        assert said == tokens[: len(said)]
+        rest = {"max_new_tokens": _ANSWER - kept, "min_new_tokens": _ANSWER - kept}
+        again, others = answer(
+            model, store, "chat", torch.tensor([said]), **options, **rest, **loop
+        )
+        assert again == tokens
+        assert torch.equal(others, logits[kept:])
+        # Asked from the beginning by somebody who saw nothing: the prompt is there.
+        again, others = answer(model, store, "other", prompt, **options, **length, **loop)
+        assert again == tokens
+        assert torch.equal(others, logits)
+        assert store.verify().damage == ()

@@ -19,20 +19,13 @@ needs_engine = pytest.mark.skipif(
 )
 
 _ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
+    "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+}  # fmt: skip
 _ENGINE = {
-    "model": str(MODEL),
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 512,
+    "model": str(MODEL), "dtype": "float32", "enforce_eager": True, "max_model_len": 512,
     "disable_log_stats": True,
-}
+}  # fmt: skip
 
 
 def job_of(engine: dict[str, Any], batches: list[Any], is_async: bool = False) -> dict[str, Any]:
@@ -48,7 +41,6 @@ def start(job: dict[str, Any], environment: dict[str, str]) -> subprocess.Popen[
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **_ENVIRONMENT, **own, **environment}, start_new_session=True,
     )  # fmt: skip
-    assert process.stdin is not None
     process.stdin.write(json.dumps(job))
     process.stdin.close()
     process.stdin = None

@@ -51,7 +51,6 @@ class _Result:
 class _Manager:
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
                  backpressure_detector: Any = None) -> None:  # fmt: skip
-        assert primary_kv_view.strides is not None
         self.block_size_bytes = primary_kv_view.strides[0]
         self.tier_type = tier_type
 

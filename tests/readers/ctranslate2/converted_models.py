@@ -10,20 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GemmaConfig,
-    MarianConfig,
-    MarianMTModel,
-    OPTConfig,
-    PreTrainedTokenizerFast,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
+from transformers import GemmaConfig, OPTConfig, PreTrainedTokenizerFast
 
 from lmdecode.formats.ctranslate2 import ModelFile
 from tests.decoder.decoder_models import make_model
 from tests.readers.ctranslate2.model_files import model_file
 from tests.support.causal_models import SIZES, model_of, random_config
+from tests.support.tiny_models import noisy_norms, seeded_model
 
 pytest.importorskip("ctranslate2")
 tokenizers = pytest.importorskip("tokenizers")
@@ -91,10 +84,8 @@ def _marian() -> Any:
     """Return a Marian whose last token is its padding: an embedding of zeros, never found."""
     last = 63
     model = make_model("marian")
-    config = MarianConfig(**{
-        **model.config.to_dict(), "pad_token_id": last, "decoder_start_token_id": last,
-    })  # fmt: skip
-    model = MarianMTModel(config).eval()
+    own = {"pad_token_id": last, "decoder_start_token_id": last}
+    model = seeded_model("MarianMTModel", **{**model.config.to_dict(), **own})
     model.load_state_dict(make_model("marian").state_dict())
     with torch.no_grad():
         model.get_input_embeddings().weight[last] = 0
@@ -106,19 +97,15 @@ def _marian() -> Any:
 
 def whisper(mels: int = 80) -> Any:
     """Return a multilingual Whisper of the real ones' vocabulary."""
-    torch.manual_seed(3)
-    config = WhisperConfig(
+    model = seeded_model(
+        "WhisperForConditionalGeneration", 3,
         vocab_size=WHISPER_VOCAB, d_model=32, encoder_layers=2, decoder_layers=2,
         encoder_attention_heads=4, decoder_attention_heads=2, encoder_ffn_dim=48,
         decoder_ffn_dim=40, max_source_positions=100, max_target_positions=60, num_mel_bins=mels,
         init_std=0.4, pad_token_id=50257, bos_token_id=50257, eos_token_id=50257,
         decoder_start_token_id=50258, suppress_tokens=None, begin_suppress_tokens=None,
     )  # fmt: skip
-    model = WhisperForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+    noisy_norms(model)
     words = whisper_words()
     generation = model.generation_config
     generation.suppress_tokens, generation.begin_suppress_tokens = [1, 2, 50258], [220, 50257]

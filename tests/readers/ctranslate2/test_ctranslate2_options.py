@@ -243,7 +243,6 @@ def test_tokens_without_options_are_those_of_ctranslate2(number: int, root: Path
 def signature(function: Any) -> dict[str, str]:
     """Return the arguments of a function of pybind11, and their defaults, as its docstring has."""
     arguments = re.search(r"\((.*)\) -> ", function.__doc__.partition("\n")[0])
-    assert arguments is not None
     parts, depth = [""], 0
     for letter in arguments[1]:
         depth += (letter in "([") - (letter in ")]")

@@ -202,12 +202,10 @@ def test_mutations_are_errors_or_other_values(tmp_path: Path) -> None:
         ({"a": WEIGHTS["a/weight"], "a_scale": torch.tensor([1.0, 0, 1, 1])}, "finite values"),
         ({"a": WEIGHTS["a/weight"], "a_scale": torch.full((4,), torch.inf)}, "finite values"),
         ({"a": WEIGHTS["a/weight"], "a_scale": torch.full((4,), torch.nan)}, "finite values"),
-        (
-            {"a": WEIGHTS["a/weight"], "a_scale": torch.ones(4), "a_zero": torch.ones(4)},
-            "expected floats, or int8",
-        ),
+        ({"a": WEIGHTS["a/weight"], "a_scale": torch.ones(4), "a_zero": torch.ones(4)},
+         "expected floats, or int8"),
     ],
-)
+)  # fmt: skip
 def test_scales_that_are_none(weights: dict[str, torch.Tensor], what: str, tmp_path: Path) -> None:
     file = ModelFile(written(tmp_path, model_file(weights)))
     with pytest.raises(ValueError, match=what):

@@ -20,17 +20,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma3_text", "plain", {"num_hidden_layers": 7, "layer_types": None}),
     ("gemma3_text", "capped", {"layer_types": ["sliding_attention"] * 3, "attention_bias": False}),
     ("gemma4_text", "shared keys, inputs of layers", {}),
-    (
-        "gemma4_text",
-        "values are keys, biases, untied",
-        {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"},
-    ),
+    ("gemma4_text", "values are keys, biases, untied",
+     {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"}),
     ("gemma4_text", "all experts", {}),
-    (
-        "gemma4_text",
-        "experts, shared keys, inputs of layers",
-        {"use_bidirectional_attention": None},
-    ),
+    ("gemma4_text", "experts, shared keys, inputs of layers",
+     {"use_bidirectional_attention": None}),
     ("falcon_h1", "multipliers", {}),
     ("falcon_h1", "norm behind the gate, biases", {"projectors_bias": False}),
     (
@@ -59,11 +53,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_5_text", "plain", {"rms_norm_eps": 1e-5}),
     ("qwen3_5_text", "delta rule last, biases", {"attention_bias": False}),
     ("lfm2_moe", "plain", {}),
-    (
-        "lfm2_moe",
-        "a dense layer, no bias, scale, attention last",
-        {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "tie_word_embeddings": True},
-    ),
+    ("lfm2_moe", "a dense layer, no bias, scale, attention last",
+     {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "tie_word_embeddings": True}),
     ("qwen3_5_moe_text", "plain", {}),
     ("qwen3_5_moe_text", "delta rule last, biases", {"attention_bias": False}),
     ("qwen3_next", "experts and dense layers", {"mlp_only_layers": []}),
@@ -91,7 +82,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("granitemoeshared", "shared", {}),
     ("olmoe", "plain", {}),
     ("qwen3_moe", "few of many", {"norm_topk_prob": True, "head_dim": 12}),
-]
+]  # fmt: skip
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
           "IQ4_XS", "MXFP4")  # fmt: skip

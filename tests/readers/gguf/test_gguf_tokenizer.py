@@ -243,12 +243,10 @@ WRONG: list[tuple[Any, str]] = [
     (_without("tokens"), "has no list of strings for tokenizer.ggml.tokens; expected one"),
     (_without("merges"), "has no list of strings for tokenizer.ggml.merges; expected one"),
     (_with("merges", ["ab"]), "has a merge 'ab'; expected two tokens and a space between"),
-    (
-        _with("token_type", [1, 2]),
-        f"has no list of {len(WORDS)} numbers for tokenizer.ggml.token_t",
-    ),
+    (_with("token_type", [1, 2]),
+     f"has no list of {len(WORDS)} numbers for tokenizer.ggml.token_t"),
     (_with("eos_token_id", 1000), "has 1000 for tokenizer.ggml.eos_token_id; expected a token"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case[1][:40])
