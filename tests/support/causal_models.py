@@ -231,6 +231,21 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": _GROUP_OF_1,
         "groups, biases": {"attention_bias": True, "tie_word_embeddings": True},
     },
+    "olmo3": {
+        "plain": {**_GROUP_OF_1, "num_hidden_layers": 4, "sliding_window": WINDOW},
+        "two kinds of rotary, groups, biases": {
+            "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3,
+            "sliding_window": WINDOW, "layer_types": _ALTERNATING,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                # The factor is yarn's own, as in all published models.
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 900.0, **_YARN,
+                    "attention_factor": 1.2079441541679836,
+                },
+            },
+        },
+    },
     "granite": {
         "plain": {},
         "multipliers, biases": {**_MULTIPLIERS, "attention_bias": True, "mlp_bias": True},

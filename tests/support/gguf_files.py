@@ -20,8 +20,8 @@ ARCHITECTURES = {
     "gemma2": "gemma2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "gpt2": "gpt2",
     "granite": "granite", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",
-    "olmoe": "olmoe", "qwen3_moe": "qwen3moe",
-    "llama": "llama", "mistral": "llama", "olmo2": "olmo2", "phi3": "phi3", "qwen2": "qwen2",
+    "olmo2": "olmo2", "olmo3": "olmo2", "olmoe": "olmoe", "qwen3_moe": "qwen3moe",
+    "llama": "llama", "mistral": "llama", "phi3": "phi3", "qwen2": "qwen2",
     "qwen3": "qwen3", "smollm3": "smollm3", "lfm2": "lfm2", "qwen3_5_text": "qwen35",
     "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
     "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
@@ -264,10 +264,9 @@ def _write_experts(writer: Any, config: Any) -> None:
 def _write_rope(writer: Any, config: Any) -> None:
     rope = config.rope_parameters
     if "full_attention" in rope:
-        writer.add_float32(
-            f"{writer.arch}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"]
-        )
-        rope = rope["full_attention"]
+        local, rope = rope["sliding_attention"], rope["full_attention"]
+        if local["rope_theta"] != rope["rope_theta"]:
+            writer.add_float32(f"{writer.arch}.rope.freq_base_swa", local["rope_theta"])
     writer.add_rope_freq_base(rope["rope_theta"])
     head_size = getattr(config, "head_dim", None)
     head_size = head_size or config.hidden_size // config.num_attention_heads
@@ -279,6 +278,8 @@ def _write_rope(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if "beta_fast" in rope:
             writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
 
 
 def _write_config(writer: Any, config: Any) -> None:
@@ -331,8 +332,10 @@ def _write_config(writer: Any, config: Any) -> None:
         writer.add_value_length(config.head_dim)
     _write_rope(writer, config)
     _write_experts(writer, config)
-    if kind in ("gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3"):
+    if kind in ("gemma2", "gemma3_text", "gpt_oss", "mistral", "olmo3", "phi3"):
         writer.add_sliding_window(config.sliding_window or 0)
+    if kind == "olmo3":
+        writer.add_sliding_window_pattern([k == "sliding_attention" for k in config.layer_types])
     if kind.startswith("gemma"):
         if config.final_logit_softcapping:
             writer.add_final_logit_softcapping(config.final_logit_softcapping)

@@ -173,7 +173,7 @@ def test_a_factor_of_scores_is_refused(variant: str, key: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("pattern", [0, 1, 2, 3, 9, [True, False, False], [0, 1, 1]])
-@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gpt_oss", "olmo3"])
 def test_layers_have_a_window_by_the_files_pattern(kind: str, pattern: Any, tmp_path: Path) -> None:
     """The last layer of a period has none, and without a period all have one."""
     slides = pattern if isinstance(pattern, list) else [
@@ -184,6 +184,13 @@ def test_layers_have_a_window_by_the_files_pattern(kind: str, pattern: Any, tmp_
                    entry("attention.sliding_window_pattern", pattern))  # fmt: skip
     check_tokens(tmp_path / "m.gguf", model)
     assert load_parts(tmp_path / "m.gguf")[0].config.layer_types == kinds
+
+
+def test_olmo_3_without_a_pattern_has_each_fourth_layer_without_a_window(tmp_path: Path) -> None:
+    model = _write(tmp_path / "m.gguf", ("olmo3", "plain"),
+                   _none("attention.sliding_window_pattern"))  # fmt: skip
+    assert model.config.layer_types == [SLIDING, SLIDING, SLIDING, FULL]
+    check_tokens(tmp_path / "m.gguf", model)
 
 
 def _ollamas(*changes: Any) -> list[Any]:

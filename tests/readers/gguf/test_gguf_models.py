@@ -46,6 +46,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("mistral", "no window, group of 4", {}),
     ("olmo2", "plain", {}),
     ("olmo2", "groups, biases", {}),
+    ("olmo3", "plain", {}),
+    ("olmo3", "two kinds of rotary, groups, biases", {}),
     ("phi3", "plain", {}),
     ("phi3", "partial, window", {}),
     ("qwen2", "plain, group of 7", {}),

@@ -330,13 +330,6 @@ def test_models_that_there_are_not(case: tuple[Any, str], tmp_path: Path) -> Non
         lmdecode.Decoding.from_pretrained(tmp_path / "model.gguf")
 
 
-def test_olmo_3_is_no_olmo_2(tmp_path: Path) -> None:
-    window = _add("uint32", "olmo2.attention.sliding_window", 7)
-    write_model(tmp_path / "model.gguf", random_model("olmo2", "plain"), window)
-    with pytest.raises(ValueError, match="with a window, OLMo 3; expected OLMo 2"):
-        lmdecode.Decoding.from_pretrained(tmp_path / "model.gguf")
-
-
 TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"blk.1.ffn_up.weight": None}, "has no tensor 'blk.1.ffn_up.weight'; expected one"),
     ({"token_embd.weight": None}, "has no tensor 'token_embd.weight'; expected one"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lmdecode.readers.gguf.metadata import Facts, refused
@@ -68,8 +69,12 @@ def rope_of(facts: Facts, head_size: int | None = None) -> dict[str, Any]:
     is_old = facts.has("rope.scale_linear") and not facts.has("rope.scaling.factor")
     key = "rope.scale_linear" if is_old else "rope.scaling.factor"
     factor = facts.number(key, None if is_stated else 1.0)
+    of_yarn = 1.0 + 0.1 * math.log(factor) if kind == "yarn" and factor > 1.0 else 1.0
     for key in ("yarn_attn_factor", "yarn_ext_factor", "attn_factor"):
-        if facts.number(f"rope.scaling.{key}", 1.0) != 1.0:
+        stated = facts.number(f"rope.scaling.{key}", 1.0)
+        # Files of OLMo 3 state what yarn has anyway.
+        is_yarns = key == "yarn_attn_factor" and math.isclose(stated, of_yarn, rel_tol=1e-6)
+        if stated != 1.0 and not is_yarns:
             raise refused(facts.file, f"has a rope.scaling.{key} other than 1; expected 1")
     length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
     yarn: dict[str, Any] = {"original_max_position_embeddings": length}

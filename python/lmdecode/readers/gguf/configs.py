@@ -265,13 +265,21 @@ def _smollm3(facts: Facts) -> dict[str, Any]:
 
 
 def _olmo2(facts: Facts) -> dict[str, Any]:
-    if facts.has("attention.sliding_window"):
-        raise refused(facts.file, "is of the architecture 'olmo2' with a window, OLMo 3; "
-                                  "expected OLMo 2")  # fmt: skip
+    entries = {**_with_rope(facts), "attention_bias": has_query_bias(facts)}
+    window = facts.count("attention.sliding_window", 0, least=0)
+    if not window:
+        return {**entries, "model_type": "olmo2"}
+    rope = entries["rope_parameters"]
+    local = facts.number("rope.freq_base_swa", rope["rope_theta"])
     return {
-        **_with_rope(facts),
-        "model_type": "olmo2",
-        "attention_bias": has_query_bias(facts),
+        **entries,
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": layer_types(facts, entries["num_hidden_layers"], 4),
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
     }
 
 

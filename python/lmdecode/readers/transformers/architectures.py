@@ -559,6 +559,7 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
     "llama": Architecture(_trunk, _llama_layer),
     "mistral": Architecture(_trunk, _llama_layer, windows="sliding_window"),
     "olmo2": Architecture(_trunk, _olmo2_layer),
+    "olmo3": Architecture(_trunk, _olmo2_layer, windows="layer_types"),
     "olmoe": Architecture(
         _trunk,
         lambda layer: _with_head_norms(
