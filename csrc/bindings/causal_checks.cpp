@@ -92,6 +92,10 @@ CausalModel causal_model(ModelRecord& record, std::vector<float>* rotary_scales)
     e.alpha = number("experts.alpha");
     e.limit = number("experts.limit");
   }
+  c.ffn_beside = flag("ffn_beside");
+  if (c.ffn_beside && e.count > 0) {
+    fail(op, "config.ffn_beside is 1; expected 0 with experts");
+  }
   HeadSizes& global = m.heads[0];
   global.size = integer("global_head_size", 1);
   global.kv_heads = integer("global_num_kv_heads", 1);

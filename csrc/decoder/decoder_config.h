@@ -75,6 +75,7 @@ struct DecoderConfig {
   NormKind norm = NormKind::kLayerNorm;
   bool norm_first = false;  // before each sublayer, or after its residual
   bool gated = false;
+  bool ffn_beside = false;  // the feed-forward layer reads what attention reads; not with experts
   linear::Activation activation = linear::Activation::kRelu;
   // Format of every linear weight; without it each has its own.
   std::optional<linear::LinearFormat> format = linear::LinearFormat::kFloat32;

@@ -234,6 +234,8 @@ void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
   if (wanted == 0) return;
 
   const Layer layer(config, buffers, wanted, x);
+  // Before attention's output is added.
+  if (config.ffn_beside) layer.project_ffn(weights, layer.input(weights.ffn_norm));
   layer.add(weights.self_out, weights.self_out_norm, weights.self_norm, buffers.context);
 
   if (config.memory_size > 0) {
@@ -242,9 +244,11 @@ void decoder_layer_cpu(const DecoderConfig& config, const LayerWeights& weights,
     layer.add(weights.cross_out, NormWeights{}, weights.cross_norm, buffers.context);
   }
 
-  const float* const input = layer.input(weights.ffn_norm);
-  if (weights.experts.are_there()) return layer.add_experts(weights, input);
-  layer.project_ffn(weights, input);
+  if (!config.ffn_beside) {
+    const float* const input = layer.input(weights.ffn_norm);
+    if (weights.experts.are_there()) return layer.add_experts(weights, input);
+    layer.project_ffn(weights, input);
+  }
   layer.add(weights.ffn_down, weights.ffn_out_norm, weights.ffn_norm, buffers.ffn);
 }
 

@@ -14,6 +14,7 @@ from lmdecode import reference
 from lmdecode.decoder.causal_caches import BLOCK_SIZE
 from lmdecode.linear.formats import FORMATS, format_of_head
 from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.weights import CausalWeights
 from lmdecode.reference import causal as causal_reference
 from lmdecode.reference.causal import CausalCache, causal_logits
 from tests.decoder.causal_steps import (
@@ -148,25 +149,38 @@ def _rounded_rows(table: Tensor, weight_format: str) -> Tensor:
     return reference.rotate_rows(q * scales[:, None])  # a row of int8, turned back
 
 
-@pytest.mark.parametrize("weight_format", ["bfloat16", "int8", "int4"])
-@cases
-def test_formats_of_weights(
-    architecture: str, variant: str, weight_format: str, monkeypatch: pytest.MonkeyPatch
+def check_format_of_weights(
+    model: PackedCausalModel,
+    weights: CausalWeights,
+    weight_format: str,
+    exact: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is left are roundings that a last bit turned; they do not stay small in every case."""
-    model, text = packed(architecture, variant, weight_format), random_tokens(LENGTH)
-    config, weights = parts(architecture, variant)
-    exact = reference_logits(architecture, variant)
+    text = random_tokens(LENGTH)
     head = weights.embedding if weights.logits is None else weights.logits
     rounding_reference(weight_format, head, monkeypatch)
     embedding = _rounded_rows(weights.embedding, weight_format)
     rounded = weights._replace(embedding=embedding, logits=head)
     if (table := weights.per_layer_embedding) is not None:
         rounded = rounded._replace(per_layer_embedding=_rounded_rows(table, weight_format))
-    expected = causal_logits(config, rounded, text)
+    expected = causal_logits(model.config, rounded, text)
     for read in (prompt_logits, generated_logits):
         got = read(new_caches(model), text)
         assert error(got, expected) < error(got, exact) / 3
+
+
+@pytest.mark.parametrize("weight_format", ["bfloat16", "int8", "int4"])
+@cases
+def test_formats_of_weights(
+    architecture: str, variant: str, weight_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, exact = (
+        packed(architecture, variant, weight_format),
+        reference_logits(architecture, variant),
+    )
+    weights = parts(architecture, variant)[1]
+    check_format_of_weights(model, weights, weight_format, exact, monkeypatch)
 
 
 def test_formats_of_the_embedding() -> None:

@@ -216,6 +216,9 @@ class CausalConfig:
     attention_beside : bool
         Every layer has a ``Mamba2``, and attention beside it: both read the same input, and their
         outputs are added.
+    ffn_beside : bool
+        ``x += attention(norm(x)) + ffn(norm(x))``: both read the same x, each with a norm of its
+        own. A mixer may stand in attention's place. There are no experts.
 
     Raises
     ------
@@ -257,6 +260,7 @@ class CausalConfig:
     per_layer_scale: float = 1.0
     per_layer_epsilon: float = 0.0
     attention_beside: bool = False
+    ffn_beside: bool = False
 
     def __post_init__(self) -> None:
         """Check every argument."""
@@ -336,6 +340,7 @@ class CausalConfig:
         self._check_rotary_sizes(op)
 
     def _check_experts(self, op: str) -> None:
+        check_bool(op, "ffn_beside", self.ffn_beside)
         if isinstance(self.experts, Mapping):  # as dataclasses.asdict has it
             object.__setattr__(self, "experts", ExpertsConfig(**self.experts))
         if self.experts is not None:
@@ -346,6 +351,8 @@ class CausalConfig:
                 )
             if not self.gated:
                 raise ValueError(f"{op}: gated is False; expected True with experts")
+            if self.ffn_beside:
+                raise ValueError(f"{op}: ffn_beside is True; expected False with experts")
 
     def _check_rotary_sizes(self, op: str) -> None:
         is_turned = any(rotary is not None for rotary in self.rotary)

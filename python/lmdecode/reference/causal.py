@@ -406,8 +406,8 @@ def causal_hidden(
         w = CausalLayerWeights(*(_wide(value, dtype) for value in layer))
         given = _norm(config, x, w.attention_norm_gamma, w.attention_norm_beta)
         out = _attention_or_mixer(config, number, w, weights.rotary, given, cache, past)
-        x = x + _norm(config, out, w.attention_out_norm_gamma, None)
-        out = _feed_forward(config, number, w, x)
+        before, x = x, x + _norm(config, out, w.attention_out_norm_gamma, None)
+        out = _feed_forward(config, number, w, before if config.ffn_beside else x)
         x = x + _norm(config, out, w.ffn_out_norm_gamma, None)
         if inputs is not None:
             x = _with_input(config, w, x, inputs[:, number])
