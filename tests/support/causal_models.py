@@ -110,6 +110,10 @@ _FALCON = {
     "ssm_multipliers": [0.7, 0.8, 1.1, 0.9, 1.2], "ssm_in_multiplier": 1.2,
 }  # fmt: skip
 
+# Sizes of models with a layer norm.
+_EPSILON = {"layer_norm_eps": 0.02}
+_COHERE = {**_EPSILON, "logit_scale": 0.7}
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "plain": {},
@@ -305,6 +309,32 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "granitemoeshared": {
         "shared": {**_LOCAL_EXPERTS, **_MULTIPLIERS, "shared_intermediate_size": 28},
+    },
+    "cohere": {
+        "plain": _COHERE,
+        "biases, untied, gelu": {
+            **_COHERE, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu",
+            **_GROUP_OF_1,
+        },
+    },
+    "cohere2": {
+        "plain": {**_COHERE, "num_hidden_layers": 4, "sliding_window": WINDOW},
+        "biases, untied, groups": {
+            **_COHERE, "num_hidden_layers": 3, "sliding_window": WINDOW,
+            "layer_types": _ALTERNATING, "attention_bias": True, "tie_word_embeddings": False,
+            **_GROUP_OF_4,
+        },
+    },
+    "gpt_neox": {
+        "plain": {**_EPSILON, **_GROUP_OF_1},
+        "one after the other, no biases, all turned, tied": {
+            **_EPSILON, **_GROUP_OF_1, "use_parallel_residual": False, "attention_bias": False,
+            "tie_word_embeddings": True, **_rope("default", partial_rotary_factor=1.0),
+        },
+    },
+    "phi": {
+        "plain": {**_EPSILON, **_GROUP_OF_1},
+        "groups, tied": {**_EPSILON, "tie_word_embeddings": True},
     },
     "gpt2": {
         "plain": {},

@@ -214,7 +214,7 @@ def test_every_field_of_config_and_weights_is_used_by_a_case() -> None:
         always = {"qkv", "attention_out"}
         assert given == ({False} if field in always else {False, True}), field
     for name in ("norm", "gated", "activation", "attention_softcap", "logits_softcap",
-                 "embedding_scale", "logits_scale", "norm_epsilon", "value_norm",
+                 "embedding_scale", "logits_scale", "norm_epsilon", "value_norm", "ffn_beside",
                  "per_layer_size", "per_layer_scale", "per_layer_epsilon"):  # fmt: skip
         assert len({getattr(c, name) for c, _ in models}) > 1, name
     assert {c.activation for c, _ in models} == {"relu", "gelu", "gelu_tanh", "silu"}

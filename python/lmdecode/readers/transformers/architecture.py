@@ -148,7 +148,8 @@ class LayerModules(NamedTuple):
     ``mixer`` holds sizes and ``convolution`` is a module. ``delta_rule`` is the module with
     ``A_log``, ``dt_bias`` and ``norm`` (and ``D`` for a ``Mamba2``). With ``experts``, ``ffn_up``
     and so on are the shared expert's, or None. ``scale`` is a module and the name of its buffer or
-    parameter [1]; None: 1.
+    parameter [1]; None: 1. Queries and keys are rotated if ``is_turned``. ``ffn_beside`` is the
+    config's.
     """
 
     attention: Any
@@ -176,6 +177,8 @@ class LayerModules(NamedTuple):
     experts_out_norm: Any = None
     shared_out_norm: Any = None
     scale: tuple[Any, str] | None = None
+    is_turned: bool = True
+    ffn_beside: bool = False
 
 
 # The fields of ``LayerModules`` that are norms.
@@ -222,11 +225,10 @@ class Architecture:
     ``qkv`` are an output gate's.
 
     ``windows`` says which layers have a window: none; all, of ``sliding_window`` tokens, if that is
-    not None; or those that ``layer_types`` calls ``sliding_attention``. With
-    ``layers_without_positions`` a layer with a false ``use_rope`` does not rotate queries and keys.
-    Softcaps, multipliers and the divisor are entries, or None. ``experts`` returns, for a config,
-    the arguments of ``ExpertsConfig`` but ``layers``. Entries in ``must_be_off`` turn on features
-    that are not supported.
+    not None; or those that ``layer_types`` calls ``sliding_attention``. Softcaps, multipliers and
+    the divisor are entries, or None. ``experts`` returns, for a config, the arguments of
+    ``ExpertsConfig`` but ``layers``. Entries in ``must_be_off`` turn on features that are not
+    supported.
     """
 
     trunk: Callable[[Any], Trunk]
@@ -239,7 +241,6 @@ class Architecture:
     value_norm: bool = False
     attention_gate: bool = False
     windows: Literal["none", "sliding_window", "layer_types"] = "none"
-    layers_without_positions: bool = False
     embedding_scaled: bool = False
     attention_softcap: str | None = None
     logits_softcap: str | None = None
@@ -288,6 +289,7 @@ _ATTRIBUTES: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("conv_kernel_size", "L_cache", lambda m: m.L_cache)),
     **dict.fromkeys(("gemma", "gemma2"), ("embed_scale", "embedding_dim", _gemma_scale)),
     "falcon_h1": ("norm", "mamba_rms_norm", lambda mixer: None),
+    "gpt_neox": ("head_dim", "head_size", lambda attention: attention.head_size),
 }  # fmt: skip
 
 

@@ -208,6 +208,78 @@ def _gpt2_layer(layer: Any) -> LayerModules:
     )
 
 
+def _smollm3_layer(layer: Any) -> LayerModules:
+    return _llama_layer(layer)._replace(is_turned=bool(layer.self_attn.use_rope))
+
+
+# --- Feed-forward layers beside attention ---------------------------------------------------------
+
+
+def _pairs_apart(projection: Any, head_size: int) -> Rows:
+    """Return a projection whose heads have pairs of features side by side: in halves."""
+    rows = torch.arange(projection.out_features, device="cpu").view(-1, head_size // 2, 2)
+    return Rows(projection, rows.transpose(1, 2).flatten())
+
+
+def _cohere_layer(layer: Any) -> LayerModules:
+    attention = layer.self_attn
+    return LayerModules(
+        attention=attention,
+        attention_norm=layer.input_layernorm,
+        qkv=(
+            _pairs_apart(attention.q_proj, attention.head_dim),
+            _pairs_apart(attention.k_proj, attention.head_dim),
+            attention.v_proj,
+        ),
+        attention_out=attention.o_proj,
+        ffn_norm=layer.input_layernorm,
+        **gated_ffn(layer.mlp),
+        ffn_beside=True,
+    )
+
+
+def _cohere2_layer(layer: Any) -> LayerModules:
+    is_turned = layer.self_attn.sliding_window is not None
+    return _cohere_layer(layer)._replace(is_turned=is_turned)
+
+
+def _phi_layer(layer: Any) -> LayerModules:
+    attention = layer.self_attn
+    return LayerModules(
+        attention=attention,
+        attention_norm=layer.input_layernorm,
+        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+        attention_out=attention.dense,
+        ffn_norm=layer.input_layernorm,
+        ffn_up=layer.mlp.fc1,
+        ffn_down=layer.mlp.fc2,
+        ffn_beside=True,
+    )
+
+
+def _gpt_neox_trunk(model: Any) -> Trunk:
+    body = model.gpt_neox
+    return Trunk(body, body.embed_in, body.layers, body.final_layer_norm, rotary=body.rotary_emb)
+
+
+def _gpt_neox_layer(layer: Any) -> LayerModules:
+    attention, size = layer.attention, layer.attention.head_size
+    heads = attention.query_key_value.out_features // (3 * size)
+    return LayerModules(
+        attention=attention,
+        attention_norm=layer.input_layernorm,
+        qkv=(Rows(attention.query_key_value, _part_rows(heads, [size] * 3)),),
+        attention_out=attention.dense,
+        ffn_norm=layer.post_attention_layernorm,
+        ffn_up=layer.mlp.dense_h_to_4h,
+        ffn_down=layer.mlp.dense_4h_to_h,
+        ffn_beside=layer.use_parallel_residual,
+    )
+
+
+# --- Layers with experts --------------------------------------------------------------------------
+
+
 def _experts_layer(layer: Any, experts: ExpertModules) -> LayerModules:
     return attention_layer(layer)._replace(experts=experts)
 
@@ -406,8 +478,8 @@ def _granitemoehybrid_layer(layer: Any) -> LayerModules:
     )
 
 
-def _falcon_h1_trunk(model: Any) -> Trunk:
-    """Return the modules of Falcon-H1."""
+def _final_layernorm_trunk(model: Any) -> Trunk:
+    """Return the modules of Falcon-H1, or of Phi."""
     body = model.model
     return Trunk(body, body.embed_tokens, body.layers, body.final_layernorm, rotary=body.rotary_emb)
 
@@ -517,13 +589,23 @@ _GEMMA4 = Architecture(
     experts=_gemma4_experts,
 )
 
+_COHERE = Architecture(
+    _trunk,
+    _cohere_layer,
+    norm="layer_norm",
+    norm_epsilon="layer_norm_eps",
+    logits_multiplier="logit_scale",
+    must_be_off=("use_qk_norm",),
+)
 _LFM2 = Architecture(_lfm2_trunk, _lfm2_layer, norm_epsilon="norm_eps", fixed_activation="silu")
 _QWEN3_5 = Architecture(_trunk, _qwen3_5_layer, gamma_plus_one=True, attention_gate=True)
 _QWEN3_5_MOE = replace(_QWEN3_5, experts=_normalized_experts)
 
 CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
+    "cohere": _COHERE,
+    "cohere2": replace(_COHERE, layer=_cohere2_layer, windows="layer_types"),
     "falcon_h1": Architecture(
-        _falcon_h1_trunk,
+        _final_layernorm_trunk,
         _falcon_h1_layer,
         embedding_multiplier="embedding_multiplier",
         logits_multiplier="lm_head_multiplier",
@@ -542,6 +624,9 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
         norm_epsilon="layer_norm_epsilon",
         activation="activation_function",
         must_be_off=("add_cross_attention",),
+    ),
+    "gpt_neox": Architecture(
+        _gpt_neox_trunk, _gpt_neox_layer, norm="layer_norm", norm_epsilon="layer_norm_eps"
     ),
     "gpt_oss": Architecture(
         _trunk, _gpt_oss_layer, windows="layer_types", experts=_gpt_oss_experts
@@ -568,6 +653,13 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
         experts=_softmax_experts,
         must_be_off=("clip_qkv",),
     ),
+    "phi": Architecture(
+        _final_layernorm_trunk,
+        _phi_layer,
+        norm="layer_norm",
+        norm_epsilon="layer_norm_eps",
+        must_be_off=("qk_layernorm",),
+    ),
     "phi3": Architecture(_trunk, _phi3_layer, windows="sliding_window"),
     "qwen2": Architecture(_trunk, _llama_layer, windows="layer_types"),
     "qwen3": Architecture(_trunk, _qwen3_layer, windows="layer_types"),
@@ -580,9 +672,7 @@ CAUSAL_MODEL_TYPES: dict[str, Architecture] = {
         _trunk, _qwen3_moe_layer, windows="sliding_window", experts=_softmax_experts
     ),
     "qwen3_next": replace(_QWEN3_5, layer=_qwen3_next_layer, experts=_softmax_experts),
-    "smollm3": Architecture(
-        _trunk, _llama_layer, windows="layer_types", layers_without_positions=True
-    ),
+    "smollm3": Architecture(_trunk, _smollm3_layer, windows="layer_types"),
 }
 
 _T5 = EncoderDecoder(is_t5=True)

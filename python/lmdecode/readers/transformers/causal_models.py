@@ -435,6 +435,7 @@ class _Reader:
                 shared_keys=tuple(modules.shared_keys for modules in self.layers),
                 keys_are_values=tuple(modules.keys_are_values for modules in self.layers),
                 value_norm=architecture.value_norm,
+                ffn_beside=self.layers[0].ffn_beside,
                 **per_layer_numbers(
                     trunk, len(self.layers), getattr(config, architecture.norm_epsilon)
                 ),
@@ -501,8 +502,7 @@ class _Reader:
         for rope_type in rope_types.values():
             _refuse_rope_type(rope_type)
         for place, layer in enumerate(self.layers):
-            attention, some = layer.attention, self.architecture.layers_without_positions
-            if attention is None or (some and not attention.use_rope):
+            if layer.attention is None or not layer.is_turned:
                 places[place] = None
         frequencies = tuple(
             getattr(module, f"{prefix}inv_freq").to(torch.float32) for prefix in prefixes
