@@ -37,6 +37,18 @@ def test_each_entry_is_read(architecture: str, variant: str) -> None:
         assert f"{name} is {{}}; expected" in str(error.value) or name == "kind"
 
 
+def test_a_switch_that_is_off_is_not_written() -> None:
+    """A record that does not name it is that of a release without it, and so is its hash."""
+    model = packed("llama", "plain")
+    off = {
+        f"config.{field.name}"
+        for field in dataclasses.fields(CausalConfig)
+        if not field.default and getattr(model.config, field.name) == field.default
+    }
+    assert off > {"config.ffn_beside", "config.value_norm", "config.logits_softcap"}
+    assert not off & model.record.keys()
+
+
 def test_each_part_is_in_some_case() -> None:
     names = {
         name.split(".")[-1] for case in CASES for name, _, _ in places_of(packed(*case).record)

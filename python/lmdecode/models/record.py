@@ -36,10 +36,11 @@ def record_bytes(num_layers: int) -> int:
 
 
 def config_entries(config: Any, prefix: str = "config.") -> dict[str, Any]:
-    """Return the fields of a config as entries of a record; None has none.
+    """Return the fields of a config as entries of a record; None has none, nor what is off.
 
-    Fields of a config within it follow its name and a dot. The mixers of a model are equal: they
-    are one, ``mixer``, and ``mixer.layers`` says which layers have it.
+    So a model's record, and the hash of it, stay what they are when a switch is added. Fields of a
+    config within it follow its name and a dot. The mixers of a model are equal: they are one,
+    ``mixer``, and ``mixer.layers`` says which layers have it.
     """
     entries: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -52,7 +53,7 @@ def config_entries(config: Any, prefix: str = "config.") -> dict[str, Any]:
                 entries[f"{prefix}mixer.layers"] = has_mixer
         elif dataclasses.is_dataclass(value):
             entries |= config_entries(value, f"{prefix}{field.name}.")
-        elif value is not None:
+        elif value is not None and (value or value != field.default):
             entries[prefix + field.name] = value
     return entries
 
