@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmdecode.decoder.causal_config import CausalConfig, CausalWeights
-from lmdecode.decoder.causal_weights import PackedCausalModel
-from lmdecode.decoder.config import FORMATS
+from lmdecode.linear.formats import FORMATS
+from lmdecode.models.configs import CausalConfig
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.weights import CausalWeights
 from lmdecode.readers.transformers.causal_models import causal_model_of
 from lmdecode.reference.causal import causal_logits
 from tests.decoder.causal_steps import (
