@@ -36,10 +36,7 @@ _USE_OF = {"train": "trained on", "valid": "used to choose the weights", "test":
 
 
 class Found(NamedTuple):
-    """The tokens of a hypothesis without start and end, and the mean log-probability of a token.
-
-    The mean counts the end. Greedy search has no score: 0.
-    """
+    """Tokens without start and end, and the mean log-probability with the end; 0 of greedy."""
 
     tokens: list[int]
     score: float
@@ -49,8 +46,11 @@ class Found(NamedTuple):
 Engine = Callable[[Tensor, Tensor, int, int], list[list[Found]]]
 
 
-def _found(tokens: list[int], end: int, score: float) -> Found:
-    return Found(tokens[: tokens.index(end)] if end in tokens else tokens, score)
+def _found(rows: Sequence[list[int]], end: int, scores: list[float], count: int) -> Any:
+    """Return so many hypotheses of each word, given those of all; no scores: 0."""
+    cut = [row[: row.index(end)] if end in row else row for row in rows]
+    found = list(map(Found, cut, scores or [0.0] * len(cut)))
+    return [found[at : at + count] for at in range(0, len(found), count)]
 
 
 def transformers_engine(model: Any) -> Engine:
@@ -61,30 +61,24 @@ def transformers_engine(model: Any) -> Engine:
             input_ids=ids, attention_mask=mask, num_beams=num_beams, num_return_sequences=results,
             do_sample=False, return_dict_in_generate=True, output_scores=num_beams > 1,
         )  # fmt: skip
+        scores = out.sequences_scores.tolist() if num_beams > 1 else []
         rows = out.sequences[:, 1:].tolist()
-        scores = out.sequences_scores.tolist() if num_beams > 1 else [0.0] * len(rows)
-        end = model.config.eos_token_id
-        found = [_found(row, end, score) for row, score in zip(rows, scores, strict=True)]
-        return [found[at : at + results] for at in range(0, len(found), results)]
+        return _found(rows, model.config.eos_token_id, scores, results)
 
     return engine
 
 
 def our_engine(model: Any, dtype: str = "float32") -> Engine:
     """Build the engine of lmdecode, whose loop is in C++, with weights held as ``dtype``."""
-    decoding, end = lmdecode.Decoding.from_pretrained(model, dtype), model.config.eos_token_id
+    decoding = lmdecode.Decoding.from_pretrained(model, dtype)
 
     def engine(ids: Tensor, mask: Tensor, num_beams: int, results: int) -> list[list[Found]]:
         out = decoding.translate(
             ids, attention_mask=mask, num_beams=num_beams, num_return_sequences=results
         )
-        return [
-            [
-                _found(result.new_tokens(rank), end, score if num_beams > 1 else 0.0)
-                for rank, score in enumerate(result.scores.tolist())
-            ]
-            for result in out
-        ]
+        scores = torch.cat([of.scores for of in out]).tolist() if num_beams > 1 else []
+        rows = [of.new_tokens(rank) for of in out for rank in range(results)]
+        return _found(rows, model.config.eos_token_id, scores, results)
 
     return engine
 
@@ -101,10 +95,8 @@ def encode(tokenizer: Any, words: Sequence[str]) -> tuple[Tensor, Tensor]:
         if strange:
             letters = "".join(sorted(known))
             raise DemoError(f"g2p: the word {word!r} has {strange}; expected letters of {letters}")
-        if not 0 < len(word) <= longest:
-            raise DemoError(
-                f"g2p: the word {word!r} has {len(word)} letters; expected 1 to {longest}"
-            )
+        if not 0 < (count := len(word)) <= longest:
+            raise DemoError(f"g2p: the word {word!r} has {count} letters; expected 1 to {longest}")
     inputs = tokenizer(list(words), padding=True, return_tensors="pt")
     return inputs.input_ids, inputs.attention_mask
 
@@ -134,11 +126,11 @@ def _score(model: Any, tokenizer: Any, words: Pronunciations, source: str, look:
     engines |= {f"{OURS} {dtype}": our_engine(model, dtype) for dtype in ROUNDED}
     ordered, names = sorted(words, key=len), list(engines)
     batches = [ordered[at : at + _BATCH] for at in range(0, len(ordered), _BATCH)]
-    for engine in engines.values():  # the first call of each makes its memory
-        engine(*encode(tokenizer, batches[0]), max(WIDTHS.values()), 1)
     done, table = 0, defaultdict(list)
     with busy(lambda: f"Pronouncing words: {done:,} of {len(words) * len(WIDTHS):,}"):
         for width in WIDTHS.values():
+            for engine in engines.values():  # the first call of each makes its memory
+                engine(*encode(tokenizer, batches[0]), width, 1)
             seconds = dict.fromkeys(engines, 0.0)
             texts: dict[str, list[list[str]]] = {name: [] for name in engines}
             for turn, batch in enumerate(batches):

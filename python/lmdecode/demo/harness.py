@@ -1,4 +1,4 @@
-"""Errors, models, text, a timer and charts, which the demos share."""
+"""Errors, models, text, tables and a timer, which the demos share."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from lmdecode._checks import install_hint
 from lmdecode._tables import aligned_table
 from lmdecode.cli.errors import CommandError, one_line
+from lmdecode.cli.options import be_quiet
 from lmdecode.cli.shipped_models import CAUSAL_MODEL, shipped_model
 from lmdecode.cli.terminal import busy
 
@@ -73,8 +74,7 @@ def model_folder(chosen: Path | None, ships: Path = CAUSAL_MODEL) -> Path:
     if folder is None:
         raise DemoError(
             "the demo's model is not part of the installed package: run the demo in a source "
-            f"checkout, which has {ships}, or give --model DIR, the folder of such a model with "
-            "its tokenizer"
+            f"checkout, which has {ships}, or give --model DIR, of a model and its tokenizer"
         )
     if not (folder / "config.json").is_file():
         raise DemoError(f"--model {folder}: no config.json there; expected a model's folder")
@@ -86,8 +86,7 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Return a model of the folder, in its files' dtype by default, and its tokenizer."""
     transformers = require("transformers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    be_quiet()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         model = getattr(transformers, auto_class).from_pretrained(folder, dtype=dtype or "auto")
@@ -122,15 +121,13 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 
 
-def wrapped(text: str, indent: str = "", further_indent: str = "") -> str:
+def wrapped(text: str, indent: str = "") -> str:
     """Wrap each line of a text to the terminal."""
-    return "\n".join(
-        textwrap.fill(
-            line, min(terminal_width(), _MOST_COLUMNS), initial_indent=indent,
-            subsequent_indent=further_indent, break_long_words=False, break_on_hyphens=False,
-        )
-        for line in text.split("\n")
+    lines = textwrap.TextWrapper(
+        min(terminal_width(), _MOST_COLUMNS), indent, indent and indent + "  ",
+        break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
+    return "\n".join(map(lines.fill, text.split("\n")))
 
 
 def say(text: str) -> None:
@@ -140,15 +137,13 @@ def say(text: str) -> None:
 
 def quote(text: str) -> None:
     """Print a text without its empty lines, indented and wrapped."""
-    print(wrapped("\n".join(filter(str.strip, text.splitlines())), " " * 4, " " * 6), flush=True)
+    print(wrapped("\n".join(filter(str.strip, text.strip().splitlines())), " " * 4), flush=True)
 
 
 def batch_of(tokenizer: Any, texts: Sequence[str]) -> Any:
     """Return the inputs of prompts in one batch."""
-    return tokenizer(
-        list(texts), return_tensors="pt", padding=True, padding_side="left",
-        return_token_type_ids=False,
-    )  # fmt: skip
+    options = dict(padding=True, padding_side="left", return_token_type_ids=False)
+    return tokenizer(list(texts), return_tensors="pt", **options)
 
 
 def print_table(head: Sequence[str], *rows: Sequence[str]) -> None:

@@ -75,13 +75,13 @@ def run(look: Look) -> None:
     folder, tokens = harness.model_folder(look.model), look.up_to(_QUICK_TOKENS)
     model, tokenizer = _load(folder)
     window, positions = model.config.sliding_window, model.config.max_position_embeddings
-    most = (positions - tokens) // window if window else 0
-    lengths = [n * window for n in sorted({min(n, most) for n in _LENGTHS[look.quick]})]
-    if most < min(_LENGTHS[look.quick]):
+    most, wanted = (positions - tokens) // window if window else 0, _LENGTHS[look.quick]
+    if most < wanted[0]:
         raise DemoError(
             f"the model in {folder} has a window of {window} and {positions} positions; expected "
-            f"room for {min(_LENGTHS[look.quick])} windows and {tokens} tokens"
+            f"room for {wanted[0]} windows and {tokens} tokens"
         )
+    lengths = [n * window for n in sorted({min(n, most) for n in wanted})]
     harness.print_model(folder, model, f"window {window}", "in float32")
     prompts = {length: _prompt(tokenizer, length) for length in lengths}
     last, length = prompts[lengths[-1]], lengths[-1]
@@ -103,10 +103,8 @@ def run(look: Look) -> None:
     head += [f"{name} MiB" for name in _IMPLEMENTATIONS]
     with ThreadPoolExecutor(2) as pool:
         for row, length in zip(rows, lengths, strict=True):
-            peaks = pool.map(
-                partial(peak_memory, _call_of_prompt, folder, length), _IMPLEMENTATIONS
-            )
-            row += [f"{peak / 2**20:,.0f}" for peak in peaks]
+            of = partial(peak_memory, _call_of_prompt, folder, length)
+            row += [f"{peak / 2**20:,.0f}" for peak in pool.map(of, _IMPLEMENTATIONS)]
     say(
         "\nThe whole model over a prompt, one thread, CPU time, fastest call; memory: the peak "
         "beyond the loaded model, each in a process of its own:\n"
