@@ -126,7 +126,8 @@ def _score(model: Any, tokenizer: Any, words: Pronunciations, source: str, look:
     engines |= {f"{OURS} {dtype}": our_engine(model, dtype) for dtype in ROUNDED}
     ordered, names = sorted(words, key=len), list(engines)
     batches = [ordered[at : at + _BATCH] for at in range(0, len(ordered), _BATCH)]
-    done, table = 0, defaultdict(list)
+    done = 0
+    table: dict[str, list[str]] = defaultdict(list)
     with busy(lambda: f"Pronouncing words: {done:,} of {len(words) * len(WIDTHS):,}"):
         for width in WIDTHS.values():
             for engine in engines.values():  # the first call of each makes its memory

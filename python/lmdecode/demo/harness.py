@@ -142,7 +142,7 @@ def quote(text: str) -> None:
 
 def batch_of(tokenizer: Any, texts: Sequence[str]) -> Any:
     """Return the inputs of prompts in one batch."""
-    options = dict(padding=True, padding_side="left", return_token_type_ids=False)
+    options: Any = dict(padding=True, padding_side="left", return_token_type_ids=False)
     return tokenizer(list(texts), return_tensors="pt", **options)
 
 

@@ -109,7 +109,7 @@ def _first_tokens(model: Any, tokenizer: Any, folder: Path, ids: list[int], quic
     lengths = [length for length in _LENGTHS[: 2 if quick else 3] if length <= longest]
     text = torch.tensor([ids * (max(lengths) // len(ids) + 1)])
     options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
-    about = {"fingerprint": Fingerprint.from_model(model, tokenizer)}
+    about: dict[str, Any] = {"fingerprint": Fingerprint.from_model(model, tokenizer)}
     with KVStore(folder, **about, capacity_bytes=CAPACITY_BYTES) as store:
         for length in lengths:
             generate_with_store(model, store, f"{length}", text[:, :length], **options)
