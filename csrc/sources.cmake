@@ -96,7 +96,6 @@ set(CPU_BINDING_SOURCES
   bindings/block_table.cpp
   bindings/causal_caches.cpp
   bindings/causal_checks.cpp
-  bindings/model_record.cpp
   bindings/causal_forward.cpp
   bindings/cpu_capability.cpp
   bindings/decoder_checks.cpp
@@ -105,6 +104,7 @@ set(CPU_BINDING_SOURCES
   bindings/dynamic_time_warping.cpp
   bindings/encoder_forward.cpp
   bindings/faster_transformer.cpp
+  bindings/model_record.cpp
   bindings/norms.cpp
   bindings/packed_linear.cpp
   bindings/prompt_lookup.cpp

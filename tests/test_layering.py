@@ -182,7 +182,7 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     "reference": {"sampling", "beam", "beam/scorers", "models", "decoder", "linear"},
     "compat": CORE,
     "causal_fingerprint": {"store", "system", *CORE},
-    "readers": CORE,
+    "readers": {"models", "linear", *OPS},
     "integrations/transformers": {"causal_fingerprint", "readers", "store", "system", *CORE},
     "formats": {"readers"},
     "decoding": {"causal_fingerprint", "readers", "integrations/transformers", *CORE},

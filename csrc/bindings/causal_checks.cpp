@@ -1,6 +1,7 @@
 #include "bindings/causal_checks.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace lmdecode::decoder {
 namespace {
@@ -17,7 +18,7 @@ void check_heads(const char* op, const char* prefix, const DecoderConfig& c,
     fail(op, "config.", prefix, "num_kv_heads is ", heads.kv_heads,
          "; expected a divisor of num_heads, ", c.heads);
   }
-  if (attention_features(c, heads) >= kMaxDecoderSize) {
+  if (heads.size > kMaxDecoderSize / c.heads || attention_features(c, heads) >= kMaxDecoderSize) {
     fail(op, "config has ", c.heads, " heads of ", heads.size, "; expected fewer than 2^31 in all");
   }
   if (heads.turned % 2 != 0 || heads.turned > heads.size) {
@@ -29,26 +30,30 @@ void check_heads(const char* op, const char* prefix, const DecoderConfig& c,
 // Sizes and switches.
 CausalModel causal_model(ModelRecord& record, std::vector<float>* rotary_scales) {
   const char* const op = record.op();
-  const auto integer = [&](const char* name, int64_t low, int64_t high = kMaxDecoderSize - 1) {
-    return record.integer(std::string("config.") + name, low, high);
+  const auto integer = [&](const char* name, int64_t low, int64_t high = kMaxDecoderSize - 1,
+                           std::optional<int64_t> absent = std::nullopt) {
+    return record.integer(std::string("config.") + name, low, high, absent);
   };
-  const auto flag = [&](const char* name) { return integer(name, 0, 1) != 0; };
-  const auto number = [&](const char* name) {
-    return record.number(std::string("config.") + name);
+  const auto flag = [&](const char* name) { return integer(name, 0, 1, 0) != 0; };
+  const auto number = [&](const char* name, std::optional<float> absent = std::nullopt) {
+    return record.number(std::string("config.") + name, absent);
   };
   CausalModel m;
   DecoderConfig& c = m.config = common_config(record, 1);
+  c.gated = integer("gated", 0, 1) != 0;
   c.kv_heads = integer("num_kv_heads", 1);
   HeadSizes& windowed = m.heads[1];
   windowed = {c.kv_heads, c.head_size, integer("rotary_size", 0)};
   *rotary_scales = record.numbers("config.rotary_scales");
   m.num_rotary = static_cast<int64_t>(rotary_scales->size());
-  m.norms_all_heads = record.flag("norms_all_heads");
+  m.norms_all_heads = record.integer("norms_all_heads", 0, 1) != 0;
   m.embedding.format = static_cast<EmbeddingFormat>(record.integer("embedding_format", 0, 3));
   c.norm_first = true;
   c.attention_gate = flag("attention_gate");
   m.mixer.size = c.model_size;
-  m.mixer.kind = static_cast<MixerKind>(record.choice("config.mixer.kind", kMixerNames));
+  if (record.has("config.mixer.kind")) {
+    m.mixer.kind = static_cast<MixerKind>(1 + record.choice("config.mixer.kind", kMixerNames));
+  }
   if (m.mixer.kind != MixerKind::kNone) m.mixer.taps = integer("mixer.taps", 1, kMostTaps);
   if (m.mixer.kind == MixerKind::kShortConvolution) {
     integer("mixer.size", c.model_size, c.model_size);
@@ -61,14 +66,15 @@ CausalModel causal_model(ModelRecord& record, std::vector<float>* rotary_scales)
     m.mixer.key_size = integer("mixer.key_size", 1, kMostHeadSize);
     m.mixer.value_size = integer("mixer.value_size", 1, kMostHeadSize);
     if (m.mixer.value_heads % m.mixer.key_heads != 0) {
-      fail(op, "config.mixer has ", m.mixer.key_heads, " key heads or groups; expected a divisor ",
-           "of ", m.mixer.value_heads);
+      fail(op, "config.mixer.", is_mamba2 ? "num_groups" : "num_key_heads", " is ",
+           m.mixer.key_heads, "; expected a divisor of ", m.mixer.value_heads);
     }
   }
   if (m.mixer.is_mamba2()) {
     m.mixer.norm_first = flag("mixer.norm_first");
-    m.mixer.least_step = number("mixer.least_step");
-    m.mixer.most_step = number("mixer.most_step");
+    m.mixer.least_step = number("mixer.least_step", 0.0f);
+    // Absent: no limit.
+    m.mixer.most_step = number("mixer.most_step", std::numeric_limits<float>::infinity());
   }
   if (m.mixer.kind != MixerKind::kNone) {
     c.widest_projection = m.mixer.projected();
@@ -79,18 +85,18 @@ CausalModel causal_model(ModelRecord& record, std::vector<float>* rotary_scales)
     }
   }
   ExpertsConfig& e = c.experts;
-  e.count = integer("experts.num_experts", 0, 1 << 16);
+  e.count = integer("experts.num_experts", 0, 1 << 16, 0);
   if (e.count > 0) {
     e.chosen = integer("experts.num_chosen", 1, e.count);
     e.size = integer("experts.size", 1);
-    e.shared_size = integer("experts.shared_size", 0);
+    e.shared_size = integer("experts.shared_size", 0, kMaxDecoderSize - 1, 0);
     e.router = static_cast<RouterKind>(record.choice("config.experts.router", kRouterNames));
     e.is_normalized = flag("experts.normalized");
     e.is_clamped = record.has("config.experts.limit");
-    e.epsilon = number("experts.epsilon");
+    e.epsilon = number("experts.epsilon", 0.0f);
     e.scale = number("experts.scale");
-    e.alpha = number("experts.alpha");
-    e.limit = number("experts.limit");
+    e.alpha = number("experts.alpha", e.is_clamped ? std::nullopt : std::optional(0.0f));
+    e.limit = number("experts.limit", 0.0f);
   }
   c.ffn_beside = flag("ffn_beside");
   if (c.ffn_beside && e.count > 0) {
@@ -103,7 +109,7 @@ CausalModel causal_model(ModelRecord& record, std::vector<float>* rotary_scales)
   check_heads(op, "", c, windowed);
   check_heads(op, "global_", c, global);
   m.norms_values = flag("value_norm");
-  m.per_layer.size = integer("per_layer_size", 0, (kMaxDecoderSize - 1) / c.layers);
+  m.per_layer.size = integer("per_layer_size", 0, (kMaxDecoderSize - 1) / c.layers, 0);
   if (m.per_layer.size > 0) {
     m.per_layer.rows.format =
         static_cast<EmbeddingFormat>(record.integer("per_layer_format", 1, 3));
@@ -122,11 +128,11 @@ CausalModel causal_model(ModelRecord& record, std::vector<float>* rotary_scales)
   if (c.widest_projection >= kMaxDecoderSize) {
     fail(op, "config has layers of ", c.widest_projection, " features; expected fewer than 2^31");
   }
-  m.attention_softcap = number("attention_softcap");
-  m.logits_softcap = number("logits_softcap");
+  m.attention_softcap = number("attention_softcap", 0.0f);
+  m.logits_softcap = number("logits_softcap", 0.0f);
   m.logits_scale = number("logits_scale");
   m.per_layer.scale = number("per_layer_scale");
-  m.per_layer.norm_epsilon = number("per_layer_epsilon");
+  m.per_layer.norm_epsilon = number("per_layer_epsilon", 0.0f);
   return m;
 }
 
@@ -282,6 +288,13 @@ CausalWeightsModel::CausalWeightsModel(ModelReader reader) {
   const bool has_mixers = model.mixer.kind != MixerKind::kNone;
   const Integers mixers = of_layers("mixer.layers", 0, 1, 0);
   const Integers experts = of_layers("experts.layers", 0, 1, 0);
+  const auto has = [](const Integers& of, int64_t value) {
+    return std::find(of.begin(), of.end(), value) != of.end();
+  };
+  if (has_mixers && (!has(mixers, 1) || (!model.attention_beside && !has(mixers, 0)))) {
+    fail(op,
+         "config.mixer.layers are all alike; expected a layer with the mixer, and with attention");
+  }
   for (int64_t i = 0; i < c.layers; ++i) {
     WeightParts of_layer = reader.parts_of_layer(i);
     const auto at = [&](const Integers& of) { return of[static_cast<size_t>(i)]; };
@@ -292,6 +305,7 @@ CausalWeightsModel::CausalWeightsModel(ModelReader reader) {
     layer.rotary = at(rotary);
     layer.ffn_size = at(ffn_sizes);
     const bool has_state = has_mixers && at(mixers) != 0;
+    // In steps of 16 floats, and none within another: whoever packs sees to it.
     if (has_state) layer.state = record.integer(prefix + "state", 0);
     if (!has_state || model.attention_beside) {
       layer.cache = record.integer(prefix + "cache", 0, kMaxPagedCaches - 1);

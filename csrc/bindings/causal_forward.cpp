@@ -100,6 +100,9 @@ int64_t check_entries(const CausalForwardParams& p, int64_t num_tokens) {
 
 void check_layers(const CausalForwardParams& p) {
   const DecoderConfig& c = p.model->config;
+  if (p.model->mixer.kind != MixerKind::kNone && p.states.state_size == 0) {
+    fail(kForwardOp, "caches has no states; expected those of layers with a mixer");
+  }
   for (int64_t i = 0; i < c.layers; ++i) {
     const CausalLayer& layer = p.model->layers[i];
     const int64_t end = layer.state + p.model->mixer.state_size();

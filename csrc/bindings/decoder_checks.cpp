@@ -14,7 +14,7 @@ DecoderConfig common_config(ModelRecord& record, int64_t least_vocab) {
   c.norm = static_cast<NormKind>(record.choice("config.norm", kNormNames));
   c.gated = record.flag("config.gated");
   c.activation =
-      static_cast<linear::Activation>(record.choice("config.activation", kActivationNames));
+      static_cast<linear::Activation>(1 + record.choice("config.activation", kActivationNames));
   c.format = record.format();
   c.norm_epsilon = record.number("config.norm_epsilon");
   c.attention_scale = record.number("config.attention_scale");
@@ -25,14 +25,14 @@ DecoderConfig common_config(ModelRecord& record, int64_t least_vocab) {
 DecoderConfig decoder_config(ModelRecord& record, bool is_encoder) {
   DecoderConfig c = common_config(record, is_encoder ? 0 : 1);
   if (!is_encoder) c.memory_size = record.integer("config.memory_size", 1);
-  c.position_offset = record.integer("config.position_offset", 0);
+  c.position_offset = record.integer("config.position_offset", 0, kMaxDecoderSize - 1, 0);
   c.unplaced_token = record.integer("config.unplaced_token", -1, kMaxDecoderSize - 1, -1);
   c.norm_first = record.flag("config.norm_first");
   if (c.heads * c.head_size >= kMaxDecoderSize) {
     fail(record.op(), "config has ", c.heads, " heads of ", c.head_size,
          "; expected fewer than 2^31 in all");
   }
-  c.denominator_epsilon = record.number("config.denominator_epsilon");
+  c.denominator_epsilon = record.number("config.denominator_epsilon", 0.0f);
   return c;
 }
 

@@ -44,7 +44,7 @@ class IntegerList {
   size_t index_ = 0;
 };
 
-// What configs of all kinds have.
+// The fields that configs of all kinds have.
 DecoderConfig common_config(ModelRecord& record, int64_t least_vocab);
 
 // For an encoder: a vocab_size of 0 if it takes no tokens, and a memory_size of 0.

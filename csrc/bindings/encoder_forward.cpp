@@ -10,6 +10,7 @@ namespace lmdecode::decoder {
 namespace {
 
 constexpr const char* kOp = "encoder_forward";
+
 // The weights of an encoder but for the embedding, which may be a decoder's.
 struct EncoderLayers {
   std::vector<LayerWeights> layers;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <limits>
 #include <locale>
 #include <sstream>
@@ -107,11 +108,12 @@ int64_t ModelRecord::to_integer(const std::string& name, std::string_view value,
 }
 
 float ModelRecord::to_number(const std::string& name, std::string_view value) const {
-  if (value == "Infinity") return std::numeric_limits<float>::infinity();  // as JSON of Python has
   std::istringstream text{std::string(value)};  // from_chars of floats would need a newer libstdc++
   text.imbue(std::locale::classic());
   double number = 0.0;
-  if (text >> number && text.peek() == std::istringstream::traits_type::eof()) {
+  const bool is_number = !value.empty() && value.front() != ' ' && text >> number &&
+                         text.peek() == std::istringstream::traits_type::eof();
+  if (is_number && std::abs(number) <= std::numeric_limits<float>::max()) {
     return static_cast<float>(number);
   }
   fail(op_, name, " is ", shown(value), "; expected a number");
@@ -132,27 +134,30 @@ std::vector<std::string_view> ModelRecord::list(const std::string& name,
   return found;
 }
 
-int64_t ModelRecord::integer(const std::string& name, int64_t low, int64_t high, int64_t absent) {
+int64_t ModelRecord::integer(const std::string& name, int64_t low, int64_t high,
+                             std::optional<int64_t> absent) {
   const std::string_view* const value = find(name);
   if (value != nullptr) return to_integer(name, *value, low, high);
-  if (absent >= low && absent <= high) return absent;
+  if (absent) return *absent;
   fail(op_, name, " is absent; expected ", low, " to ", high);
 }
 
-float ModelRecord::number(const std::string& name) {
+float ModelRecord::number(const std::string& name, std::optional<float> absent) {
   const std::string_view* const value = find(name);
-  return value == nullptr ? 0.0f : to_number(name, *value);
+  if (value != nullptr) return to_number(name, *value);
+  if (absent) return *absent;
+  fail(op_, name, " is absent; expected a number");
 }
 
 int64_t ModelRecord::choice(const std::string& name, std::span<const std::string_view> choices) {
   const std::string_view* const value = find(name);
-  if (value == nullptr) return 0;
   std::string names;
   for (size_t i = 0; i < choices.size(); ++i) {
     const std::string quoted = '"' + std::string(choices[i]) + '"';
-    if (*value == quoted) return static_cast<int64_t>(i);
+    if (value != nullptr && *value == quoted) return static_cast<int64_t>(i);
     names += (i == 0 ? "" : ", ") + quoted;
   }
+  if (value == nullptr) fail(op_, name, " is absent; expected one of ", names);
   fail(op_, name, " is ", shown(*value), "; expected one of ", names);
 }
 
@@ -193,7 +198,6 @@ const char* ModelRecord::part(const std::string& name, int64_t* bytes) {
 }
 
 std::optional<linear::LinearFormat> ModelRecord::format() {
-  if (!has("weight_format")) fail(op_, "weight_format is absent; expected the name of a format");
   switch (choice("weight_format", kFormatNames)) {
     case 0:
       return linear::LinearFormat::kFloat32;

@@ -1,7 +1,8 @@
 // The packed weights of a model, in one memory. It begins with a record: a head, then text, a line
 // for each entry, `name value`. Entries config.* are the fields of a config, weights.* the place of
 // each part ([offset, bytes], from the beginning of the memory), layers.* what packing has decided
-// of a layer. An entry that is absent is 0, or none. python/lmdecode/models/record.py writes it.
+// of a layer. An absent entry of a switch is off; others are needed.
+// python/lmdecode/models/record.py writes it.
 #pragma once
 
 #include <array>
@@ -39,14 +40,15 @@ constexpr uint32_t kRecordVersion = 1;
 // The names of choices, in the order of their enums.
 inline constexpr std::string_view kFormatNames[] = {"float32", "bfloat16", "int8", "int4", "file"};
 inline constexpr std::string_view kNormNames[] = {"layer_norm", "rms_norm"};
-inline constexpr std::string_view kActivationNames[] = {"none", "relu", "gelu", "gelu_tanh",
-                                                        "silu"};
+// Activation has kNone before these.
+inline constexpr std::string_view kActivationNames[] = {"relu", "gelu", "gelu_tanh", "silu"};
 inline constexpr std::string_view kRouterNames[] = {"softmax", "softmax_of_chosen", "sigmoid"};
-inline constexpr std::string_view kMixerNames[] = {"none", "short_convolution", "gated_delta_rule",
+// MixerKind has kNone before these.
+inline constexpr std::string_view kMixerNames[] = {"short_convolution", "gated_delta_rule",
                                                    "mamba2"};
 
-// The entries of a memory's record. Reading is checked: of an entry out of range, of one that
-// nobody has read, and of what a part has beyond the memory.
+// The entries of a memory's record. Throws for an entry that is out of range, one that is not read,
+// and a part that ends behind the memory.
 class ModelRecord {
  public:
   ModelRecord(const char* op, const Tensor& memory);
@@ -57,11 +59,12 @@ class ModelRecord {
   bool is_of(const Tensor& memory) const;
 
   bool has(const std::string& name);
+  // An entry that is absent is what the caller says, or an error.
   int64_t integer(const std::string& name, int64_t low, int64_t high = kMaxDecoderSize - 1,
-                  int64_t absent = 0);
-  bool flag(const std::string& name) { return integer(name, 0, 1) != 0; }
-  float number(const std::string& name);
-  // Which of the choices an entry names; the first if it is absent.
+                  std::optional<int64_t> absent = std::nullopt);
+  bool flag(const std::string& name) { return integer(name, 0, 1, 0) != 0; }
+  float number(const std::string& name, std::optional<float> absent = std::nullopt);
+  // Which of the choices an entry names.
   int64_t choice(const std::string& name, std::span<const std::string_view> choices);
   // At most as many as there are entries: a lie about it takes no memory.
   int64_t num_layers() {

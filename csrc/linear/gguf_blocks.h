@@ -2,6 +2,10 @@
 // docs/reference/formats.md is the user's page.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
+#include <string_view>
+
 #include "linear/grouped_format.h"
 
 namespace lmdecode::linear {
@@ -48,6 +52,10 @@ inline constexpr GgufBlock kGgufBlocks[] = {
     {GgufType::kIQ4_XS, "IQ4_XS", LinearFormat::kNonlinearSuper, 136},
     {GgufType::kMXFP4, "MXFP4", LinearFormat::kMicroscaled, 17},
 };
+
+static_assert(std::all_of(std::begin(kGgufBlocks), std::end(kGgufBlocks), [](const auto& block) {
+  return std::string_view(block.name).size() <= 8;
+}));
 
 constexpr GgufBlock gguf_block(GgufType type) {
   for (const GgufBlock& block : kGgufBlocks) {

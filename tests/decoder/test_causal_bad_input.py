@@ -147,10 +147,17 @@ def test_tensors_on_other_devices(number: int, message: str) -> None:
         ("config.rotary_scales", [None], " is null; expected a number"),
         ("config.rotary_scales", [1.0] * 3, None),
         ("norms_all_heads", 2, " is 2; expected 0 to 1"),
+        ("config.activation", "none", ' is "none"; expected one of "relu", "gelu", '),
+        ("config.norm_epsilon", 1e300, " is 1e+300; expected a number"),
+        ("config.norm_epsilon", float("inf"), " is Infinity; expected a number"),
+        ("config.gated", None, " is absent; expected 0 to 1"),
+        ("config.norm_epsilon", None, " is absent; expected a number"),
+        ("config.norm", None, ' is absent; expected one of "layer_norm", "rms_norm"'),
+        ("layers.1.cache", None, " is absent; expected 0 to 1"),
         ("config.norm", "norm", ' is "norm"; expected one of "layer_norm", "rms_norm"'),
         ("config.gated", 2, " is 2; expected 0 to 1"),
-        ("config.activation", "elu", ' is "elu"; expected one of "none", "relu", '),
-        ("weight_format", None, " is absent; expected the name of a format"),
+        ("config.activation", "elu", ' is "elu"; expected one of "relu", "gelu", '),
+        ("weight_format", None, ' is absent; expected one of "float32", "bfloat16", '),
         ("embedding_format", 4, " is 4; expected 0 to 3"),
         ("config.norm_epsilon", "x", ' is "x"; expected a number'),
         ("config.windows", [7], " has 1 entries; expected 3"),
@@ -197,6 +204,12 @@ def test_layers_of_other_caches(name: str, value: Any, layer: str) -> None:
 
 
 def test_sizes_together() -> None:
+    most = (1 << 31) - 1
+    names = ("num_heads", "num_kv_heads", "head_size", "global_num_kv_heads", "global_head_size")
+    huge = {f"config.{name}": most for name in names}
+    memory = with_entries(packed("gemma3_text", "plain").memory, huge)
+    message = f"config has {most} heads of {most}; expected fewer than 2.31 in all"
+    check_refused(ops.causal_workspace_bytes, [memory, [1, 1, 1]], message)
     arguments = arguments_of(running())
     sizes = {"num_heads": 1 << 20, "num_kv_heads": 1 << 20, "head_size": 1 << 12}
     changes = {f"config.{name}": size for name, size in sizes.items()}

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lmdecode.models.configs import CausalConfig
-from lmdecode.models.record import config_of, places_of
+from lmdecode.models.packed_causal import PackedCausalModel
+from lmdecode.models.record import config_of, places_of, read_record
 from lmdecode.models.weights import CausalLayerWeights, CausalWeights
 from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, packed
 from tests.support.causal_models import CASES, random_tokens
@@ -68,6 +69,32 @@ def test_the_config_is_that_of_the_record(architecture: str, variant: str) -> No
     assert dataclasses.asdict(found) == dataclasses.asdict(model.config)
 
 
+@pytest.mark.parametrize(("architecture", "variant"), CASES)
+def test_an_entry_that_is_absent_is_off_or_refused(architecture: str, variant: str) -> None:
+    """Both sides take it alike: where the ops take a record, its config is what it was."""
+    model = packed(architecture, variant, "int8")
+    for name in model.record:
+        memory = with_entries(model.memory, {name: None}, num_layers=model.config.num_layers)
+        try:
+            ops.causal_workspace_bytes(memory, [1, 1, 1])
+            config = config_of(CausalConfig, read_record(memory))
+        except (TypeError, ValueError):
+            continue
+        assert config == model.config, name
+
+
+def test_a_mixer_that_no_layer_has() -> None:
+    """Nor one that all layers have: a model has caches of keys, and states where it has a mixer."""
+    model = packed("lfm2", "convolutions at the ends", "int8")
+    layers = len(model.config.windows)
+    for changed in (None, [False] * layers, [True] * layers):
+        memory = with_entries(model.memory, {"config.mixer.layers": changed})
+        with pytest.raises(ValueError, match=r"config.mixer.layers are all alike; expected a laye"):
+            ops.causal_workspace_bytes(memory, [1, 1, 1])
+        with pytest.raises((KeyError, ValueError)):
+            PackedCausalModel.of_memory(memory)
+
+
 HOSTILE = [-1, 0, 1 << 31, 1 << 40, (1 << 63) - 64, 10**30, 1e308, float("inf"), "x", None, True,
            [], [0], [64, 64], [-64, 64], [64, 1 << 62], [1 << 62, 1 << 62], [[1]]]  # fmt: skip
 
@@ -83,6 +110,6 @@ def test_hostile_values_are_refused_or_do_no_harm(architecture: str, variant: st
             entry = Entry(0, random_tokens(3))
             arguments = [memory, *forward_arguments(caches, entry)[1:]]
             with contextlib.suppress(ValueError):
-                ops.causal_workspace_bytes(memory, [1, 1, 1])
+                assert int(ops.causal_workspace_bytes(memory, [1, 1, 1])) > 0
                 ops.causal_forward_(*arguments)
             caches.truncate([0], [0])

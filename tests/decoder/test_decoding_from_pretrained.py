@@ -46,7 +46,7 @@ def test_a_model_that_is_not_kept() -> None:
 
 def test_a_folder_of_another_model(tmp_path: Path) -> None:
     BloomConfig(n_layer=1, hidden_size=8, n_head=1, vocab_size=11).save_pretrained(tmp_path)
-    types = "falcon_h1, gemma2, .*"
+    types = "cohere, cohere2, falcon_h1, .*"
     expected = rf"a causal language model of {types}; for other models there is .*pack_linears_"
     with pytest.raises(ValueError, match=rf"has a model of type 'bloom'; expected {expected}"):
         lmdecode.Decoding.from_pretrained(tmp_path)

@@ -228,8 +228,8 @@ def test_manifests_of_other_models(
         ("layers.1.cache", 1, "layers.1.cache is not what the config says"),
         ("embedding_format", 4, "embedding_format is 4"),
         ("weights.layers.1.qkv", [1 << 40, 64], "qkv|a damaged header"),
-        ("weights.layers.1.qkv", [64], "values to unpack"),
-        ("weights.logits", None, "weights.logits is absent"),
+        ("weights.layers.1.qkv", [64], "has 1 entries; expected 2|values to unpack"),
+        ("weights.logits", None, "weights.logits"),
         ("other", 1, "a record with other; expected no entry"),
     ],
 )

@@ -434,21 +434,6 @@ class CausalConfig:
         keys = 0 if not has_own else 1 if self.keys_are_values[layer] else 2
         return heads.query_size * (1 + self.attention_gate) + keys * heads.key_size
 
-    @property
-    def query_size(self) -> int:
-        """Features of all query heads of ``head_size``."""
-        return self.heads_of(has_window=True).query_size
-
-    @property
-    def projected_size(self) -> int:
-        """Features of the queries, keys, values and, if there is one, the gate of these heads."""
-        return self.query_size * (1 + self.attention_gate) + 2 * self.key_size
-
-    @property
-    def key_size(self) -> int:
-        """Features of all key heads, and of all value heads, of ``num_kv_heads``."""
-        return self.heads_of(has_window=True).key_size
-
 
 @dataclass(frozen=True)
 class DecoderConfig:

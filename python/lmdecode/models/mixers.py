@@ -163,6 +163,8 @@ class Mamba2:
                 f"{op}: num_groups is {self.num_groups}; expected a divisor of "
                 f"num_heads = {self.num_heads}"
             )
+        for name in ("least_step", "most_step"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         if not 0 <= self.least_step <= self.most_step:
             raise ValueError(
                 f"{op}: least_step and most_step are {self.least_step} and {self.most_step}; "

@@ -216,6 +216,17 @@ class PackedCausalModel:
             model.mtp = cls.of_memory(memory[room:])
         return model
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A part of a larger memory would be written with the whole of it.
+        is_whole = self.memory.untyped_storage().nbytes() == self.memory.nbytes
+        memory = self.memory if is_whole else self.memory.clone()
+        return {"memory": memory, "saved_hash": self.saved_hash}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        memory = new_memory(len(state["memory"])).copy_(state["memory"])
+        vars(self).update(vars(self.of_memory(memory)))
+        self.saved_hash = state["saved_hash"]
+
     def check(self) -> None:
         """Raise ValueError where the ops refuse the weights."""
         ops.causal_workspace_bytes(self.memory, [1, 1, 1])

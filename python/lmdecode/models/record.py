@@ -1,14 +1,16 @@
 """The record at the head of packed weights: what the model is and where its parts are, by name.
 
 It is text, a line for each entry: its name, and its value as JSON. ``config.*`` are the fields of
-the config, ``weights.*`` the place of each part in the memory, [offset, bytes]. An absent entry has
-its default. csrc/bindings/model_record.h reads it.
+the config, ``weights.*`` the place of each part in the memory, [offset, bytes]. A switch that is
+off has no entry. csrc/bindings/model_record.h reads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import operator
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -53,9 +55,16 @@ def config_entries(config: Any, prefix: str = "config.") -> dict[str, Any]:
                 entries[f"{prefix}mixer.layers"] = has_mixer
         elif dataclasses.is_dataclass(value):
             entries |= config_entries(value, f"{prefix}{field.name}.")
-        elif value is not None and (value or value != field.default):
+        elif value is not None and not _is_off(field, value):
             entries[prefix + field.name] = value
     return entries
+
+
+def _is_off(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Whether a field has its default, which is 0, False, no limit, or that in each layer."""
+    if isinstance(value, tuple):
+        return field.default == () and all(entry is None or entry is False for entry in value)
+    return value == field.default and (not value or value == math.inf)
 
 
 def config_of(of: type[_Config], record: Mapping[str, Any]) -> _Config:
@@ -70,14 +79,16 @@ def config_of(of: type[_Config], record: Mapping[str, Any]) -> _Config:
             at = at.setdefault(step, {})
         at[path[-1]] = tuple(value) if isinstance(value, list) else value
     if mixer := fields.pop("mixer", None):
-        layers = mixer.pop("layers", ())
+        layers = mixer.pop("layers")
         fields["mixers"] = tuple(mixer if has_mixer else None for has_mixer in layers)
     return of(**fields)
 
 
 def record_text(record: Mapping[str, Any]) -> bytes:
     """Return the text of a record."""
-    return "".join(f"{name} {json.dumps(value)}\n" for name, value in record.items()).encode()
+    # Integers of numpy are integers, too.
+    values = (json.dumps(value, default=operator.index) for value in record.values())
+    return "".join(f"{name} {value}\n" for name, value in zip(record, values, strict=True)).encode()
 
 
 def write_record(memory: Tensor, record: Mapping[str, Any], room: int, own_bytes: int) -> None:
@@ -107,15 +118,20 @@ def read_record(memory: Tensor) -> dict[str, Any]:
     The ops check its entries.
     """
     if own_bytes_of(memory) is None:
-        raise ValueError(f"there is no record in {len(memory)} bytes")
+        raise ValueError(f"Decoding: weights have no record in {len(memory)} bytes")
     _, version, crc, text_bytes, own_bytes = _HEAD.unpack(bytes_of(memory[: _HEAD.size]))
     if version != _VERSION:
-        raise ValueError(f"the record is of version {version}, this is {_VERSION}: pack it again")
+        raise ValueError(
+            f"Decoding: weights have a record of version {version}, this is {_VERSION}: pack the "
+            "model again"
+        )
     if own_bytes > len(memory) or text_bytes > own_bytes - _HEAD.size:
-        raise ValueError(f"the record is of {own_bytes} bytes, and there are {len(memory)}")
+        raise ValueError(
+            f"Decoding: weights have {len(memory)} bytes; expected {own_bytes}, as the record says"
+        )
     text = bytes(bytes_of(memory[_HEAD.size : _HEAD.size + text_bytes]))
     if zlib.crc32(text) != crc:
-        raise ValueError("the record has another checksum than its text")
+        raise ValueError("Decoding: weights have a record with another checksum than its text")
     lines = [line.partition(" ") for line in text.decode("ascii").splitlines()]
     values = json.loads(f"[{','.join(value for _, _, value in lines)}]")
     return dict(zip((name for name, _, _ in lines), values, strict=True))

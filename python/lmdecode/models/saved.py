@@ -255,6 +255,7 @@ def save_packed(folder: Path, model: PackedModel, files: Mapping[str, bytes], **
     manifest: dict[str, Any] = {
         "version": _VERSION,
         "kind": next(kind for kind, of in _KINDS.items() if isinstance(model, of)),
+        "weight_format": model.weight_format,
         "facts": model.facts(),
         "weights": {"file": name, "bytes": sum(map(len, memory)), "crc32": crc},
         # Whether this or an earlier save made it: the user's own files stay.
