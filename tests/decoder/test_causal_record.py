@@ -8,7 +8,7 @@ import torch
 
 from lmdecode.models.configs import CausalConfig
 from lmdecode.models.packed_causal import PackedCausalModel
-from lmdecode.models.record import config_of, places_of, read_record
+from lmdecode.models.record import config_entries, config_of, places_of, read_record
 from lmdecode.models.weights import CausalLayerWeights, CausalWeights
 from tests.decoder.causal_steps import Entry, forward_arguments, new_caches, packed
 from tests.support.causal_models import CASES, random_tokens
@@ -71,16 +71,26 @@ def test_the_config_is_that_of_the_record(architecture: str, variant: str) -> No
 
 @pytest.mark.parametrize(("architecture", "variant"), CASES)
 def test_an_entry_that_is_absent_is_off_or_refused(architecture: str, variant: str) -> None:
-    """Both sides take it alike: where the ops take a record, its config is what it was."""
+    """Both sides take it alike: what the ops compute is what they do with the config it gives."""
     model = packed(architecture, variant, "int8")
-    for name in model.record:
+    caches, names = new_caches(model, 1, 32), [n for n in model.record if n.startswith("config.")]
+    arguments = forward_arguments(caches, Entry(0, random_tokens(9), num_logits=9))
+
+    def logits(memory: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = ops.causal_forward_(memory, *arguments[1:])
+        caches.truncate([0], [0])
+        return found
+
+    for name in names:
         memory = with_entries(model.memory, {name: None}, num_layers=model.config.num_layers)
         try:
             ops.causal_workspace_bytes(memory, [1, 1, 1])
             config = config_of(CausalConfig, read_record(memory))
         except (TypeError, ValueError):
             continue
-        assert config == model.config, name
+        said = dict.fromkeys(names) | config_entries(config)
+        whole = with_entries(memory, said, num_layers=config.num_layers)
+        assert logits(memory).equal(logits(whole)), name
 
 
 def test_a_mixer_that_no_layer_has() -> None:
