@@ -93,6 +93,18 @@ def test_an_entry_that_is_absent_is_off_or_refused(architecture: str, variant: s
         assert logits(memory).equal(logits(whole)), name
 
 
+def test_a_hash_takes_numbers_as_the_ops_take_them() -> None:
+    """A GGUF file has an epsilon in float32, a config in float64: both are one model."""
+    model = packed("llama", "plain", "int8")
+    epsilon = float(torch.tensor(model.config.norm_epsilon, dtype=torch.float32))
+    assert epsilon != model.config.norm_epsilon
+    for value, is_same in ((epsilon, True), (2 * epsilon, False)):
+        other = PackedCausalModel.of_memory(
+            with_entries(model.memory, {"config.norm_epsilon": value})
+        )
+        assert (other.weights_hash() == model.weights_hash()) == is_same
+
+
 def test_a_mixer_that_no_layer_has() -> None:
     """Nor one that all layers have: a model has caches of keys, and states where it has a mixer."""
     model = packed("lfm2", "convolutions at the ends", "int8")

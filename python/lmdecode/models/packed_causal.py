@@ -37,6 +37,7 @@ from lmdecode.models.checks import (
 from lmdecode.models.configs import CausalConfig, Heads
 from lmdecode.models.huge_memory import SpareMemory, new_memory
 from lmdecode.models.record import (
+    as_float32,
     config_entries,
     config_of,
     own_bytes_of,
@@ -216,17 +217,6 @@ class PackedCausalModel:
             model.mtp = cls.of_memory(memory[room:])
         return model
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A part of a larger memory would be written with the whole of it.
-        is_whole = self.memory.untyped_storage().nbytes() == self.memory.nbytes
-        memory = self.memory if is_whole else self.memory.clone()
-        return {"memory": memory, "saved_hash": self.saved_hash}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        memory = new_memory(len(state["memory"])).copy_(state["memory"])
-        vars(self).update(vars(self.of_memory(memory)))
-        self.saved_hash = state["saved_hash"]
-
     def check(self) -> None:
         """Raise ValueError where the ops refuse the weights."""
         ops.causal_workspace_bytes(self.memory, [1, 1, 1])
@@ -253,8 +243,12 @@ class PackedCausalModel:
         return None if place is None else place[1] // (4 * self.config.model_size)
 
     def weights_hash(self) -> str:
-        """Return the SHA-256 of the record and of the weights, without those of ``mtp`` alone."""
-        digest = hashlib.sha256(record_text(self.record))
+        """Return the SHA-256 of the record and of the weights, without those of ``mtp`` alone.
+
+        Numbers count as the ops take them, in float32: files have them in different precisions.
+        """
+        numbers = {name: as_float32(value) for name, value in self.record.items()}
+        digest = hashlib.sha256(record_text(numbers))
         digest.update(bytes_of(self.memory[self._begin_of_weights : self.own_bytes]))
         return digest.hexdigest()
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from lmdecode._memory import bytes_of
 
 __all__ = [
-    "config_entries", "config_of", "own_bytes_of", "places_of", "read_record", "record_bytes",
-    "record_text", "write_record",
+    "as_float32", "config_entries", "config_of", "own_bytes_of", "places_of", "read_record",
+    "record_bytes", "record_text", "write_record",
 ]  # fmt: skip
 
 _HEAD = struct.Struct("<8sIIQQ32x")  # magic, version, CRC-32 and bytes of the text, of the memory
@@ -82,6 +82,13 @@ def config_of(of: type[_Config], record: Mapping[str, Any]) -> _Config:
         layers = mixer.pop("layers")
         fields["mixers"] = tuple(mixer if has_mixer else None for has_mixer in layers)
     return of(**fields)
+
+
+def as_float32(value: Any) -> Any:
+    """Return an entry with its floats rounded to float32."""
+    if isinstance(value, list | tuple):
+        return [as_float32(entry) for entry in value]
+    return struct.unpack("f", struct.pack("f", value))[0] if isinstance(value, float) else value
 
 
 def record_text(record: Mapping[str, Any]) -> bytes:

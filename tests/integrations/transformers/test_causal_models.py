@@ -219,7 +219,7 @@ def test_every_field_of_config_and_weights_is_used_by_a_case() -> None:
         assert len({getattr(c, name) for c, _ in models}) > 1, name
     assert {c.activation for c, _ in models} == {"relu", "gelu", "gelu_tanh", "silu"}
     assert {c.num_heads // c.num_kv_heads for c, _ in models} >= {1, 2, 4, 7}
-    assert any(c.query_size != c.model_size for c, _ in models)
+    assert any(c.heads_of(has_window=True).query_size != c.model_size for c, _ in models)
     assert any(c.rotary_size not in (0, c.head_size) for c, _ in models)
     assert any(c.global_head_size != c.head_size for c, _ in models)
     assert any(c.global_num_kv_heads != c.num_kv_heads for c, _ in models)
@@ -330,6 +330,7 @@ def test_models_of_other_types() -> None:
             "the rope_type is 'longrope'",
         ),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("llama", {"is_causal": False}, "is_causal is False; expected True"),
         (
             "gemma4_text", {"use_bidirectional_attention": "all"},
             "use_bidirectional_attention is 'all'; expected None or 'vision'",

@@ -371,6 +371,8 @@ class _Reader:
         for name in self.architecture.must_be_off:
             if getattr(self.config, name, None):
                 raise refused(f"{name} is {getattr(self.config, name)!r}; expected False")
+        if getattr(self.config, "is_causal", None) is False:  # transformers masks nothing then
+            raise refused("is_causal is False; expected True")
         rows, columns = self.head.weight.shape[0], self.trunk.embedding.weight.shape[0]
         if rows != columns:
             raise refused(f"model embeds {columns} tokens and has logits of {rows}; expected equal")
