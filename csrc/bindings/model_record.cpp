@@ -1,11 +1,12 @@
 #include "bindings/model_record.h"
 
+#include <locale.h>
+#include <stdlib.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <limits>
-#include <locale>
-#include <sstream>
 
 namespace lmdecode::decoder {
 
@@ -108,12 +109,13 @@ int64_t ModelRecord::to_integer(const std::string& name, std::string_view value,
 }
 
 float ModelRecord::to_number(const std::string& name, std::string_view value) const {
-  std::istringstream text{std::string(value)};  // from_chars of floats would need a newer libstdc++
-  text.imbue(std::locale::classic());
-  double number = 0.0;
-  const bool is_number = !value.empty() && value.front() != ' ' && text >> number &&
-                         text.peek() == std::istringstream::traits_type::eof();
-  if (is_number && std::abs(number) <= std::numeric_limits<float>::max()) {
+  // In no locale of the process. from_chars and streams would need a newer libstdc++.
+  static const locale_t classic = newlocale(LC_ALL_MASK, "C", nullptr);
+  const std::string text(value);
+  char* end = nullptr;
+  const double number = strtod_l(text.c_str(), &end, classic);
+  if (!text.empty() && text.find_first_not_of("0123456789+-.eE") == std::string::npos &&
+      end == text.c_str() + text.size() && std::abs(number) <= std::numeric_limits<float>::max()) {
     return static_cast<float>(number);
   }
   fail(op_, name, " is ", shown(value), "; expected a number");
