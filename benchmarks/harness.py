@@ -122,9 +122,9 @@ class Result:
 
     @property
     def times_limit(self) -> float | None:
-        """How many times longer than the limit ours takes."""
+        """How many times longer than the limit ours takes; None: the clock saw none of it."""
         ratio = self.ratio(LIMIT)
-        return None if ratio is None else 1 / ratio
+        return 1 / ratio if ratio else None
 
     def best_peer(self) -> tuple[str, float] | None:
         """Name and ratio of the fastest contestant that does all of the work."""
