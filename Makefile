@@ -49,7 +49,7 @@ TRANSFORMERS_4_38_DEPS := transformers==4.38.2 pytest<8 pytest-xdist<3.6
 TRANSFORMERS_NEW := $(VENV)-transformers-new
 TRANSFORMERS_NEW_DEPS := transformers==5.24.0
 TRANSFORMERS_NEW_TESTS := $(patsubst %,tests/integrations/transformers/test_%.py,generation generation_speculation \
-  generate_beam_search beam_cache_layers store_generation) tests/decoder/test_causal_generate_refused.py
+  generate_beam_search cache_utils store_generation) tests/decoder/test_causal_generate_refused.py
 # The newest and the oldest torch and transformers. PyPI's torch has CUDA.
 NEWEST_VENV ?= $(VENV)-newest
 NEWEST ?= torch transformers
