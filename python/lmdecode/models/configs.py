@@ -436,7 +436,24 @@ class CausalConfig:
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
+class _Stack:
+    """The sizes of decoders with cross-attention and of encoders."""
+
+    num_layers: int
+    model_size: int
+    num_heads: int
+    head_size: int
+    ffn_size: int
+    vocab_size: int
+
+    @property
+    def attention_size(self) -> int:
+        """Features of all heads."""
+        return self.num_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class DecoderConfig(_Stack):
     """Sizes and switches of a decoder with cross-attention.
 
     Parameters
@@ -472,12 +489,6 @@ class DecoderConfig:
         Names the argument, what came and what was expected.
     """
 
-    num_layers: int
-    model_size: int
-    num_heads: int
-    head_size: int
-    ffn_size: int
-    vocab_size: int
     memory_size: int | None = None
     norm: Norm = "layer_norm"
     norm_first: bool = False
@@ -505,14 +516,9 @@ class DecoderConfig:
             op, self, "norm_epsilon", "attention_scale", "denominator_epsilon", "embedding_scale"
         )
 
-    @property
-    def attention_size(self) -> int:
-        """Features of all heads."""
-        return self.num_heads * self.head_size
-
 
 @dataclass(frozen=True)
-class EncoderConfig:
+class EncoderConfig(_Stack):
     """Sizes and switches of an encoder; ``DecoderConfig`` explains the fields that it has, too.
 
     ``vocab_size`` is 0 if the encoder reads rows of ``model_size`` features instead of tokens;
@@ -520,12 +526,6 @@ class EncoderConfig:
     table for position 0. Raises ValueError or TypeError that names the argument.
     """
 
-    num_layers: int
-    model_size: int
-    num_heads: int
-    head_size: int
-    ffn_size: int
-    vocab_size: int
     norm: Norm = "layer_norm"
     norm_first: bool = False
     norm_epsilon: float = 1e-5
@@ -542,8 +542,3 @@ class EncoderConfig:
         check_sizes(op, self, "vocab_size", "position_offset", least=0)
         check_switches(op, self)
         check_numbers(op, self, "norm_epsilon", "attention_scale", "embedding_scale")
-
-    @property
-    def attention_size(self) -> int:
-        """Features of all heads."""
-        return self.num_heads * self.head_size
