@@ -9,9 +9,9 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["SpareMemory", "gather", "new_memory"]
+__all__ = ["ALIGNMENT", "SpareMemory", "gather", "new_memory"]
 
-_ALIGNMENT = 64  # bytes
+ALIGNMENT = 64  # bytes
 _HUGE_PAGE = 2 << 20
 _LARGEST_KEPT = 256 << 20
 # Memory that may never be written is not reserved. Python 3.13 has a name for the flag.
@@ -43,13 +43,14 @@ def gather(tensors: list[Tensor], room: int = 0) -> Tensor:
 
     At its beginning there is room for others.
     """
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
     memory, at = new_memory(room + sum(sizes)), room
     with torch.inference_mode(False):
         for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
             part = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensors[i] = part.copy_(tensor)
-            memory[at + tensor.nbytes : at + size] = 0  # equal tensors give equal bytes
+            if tensor.nbytes < size:
+                memory[at + tensor.nbytes : at + size] = 0  # equal tensors give equal bytes
             at += size
     return memory
 

@@ -35,7 +35,7 @@ from lmdecode.models.checks import (
     state_shapes,
 )
 from lmdecode.models.configs import CausalConfig, Heads
-from lmdecode.models.huge_memory import SpareMemory, new_memory
+from lmdecode.models.huge_memory import ALIGNMENT, SpareMemory, new_memory
 from lmdecode.models.record import (
     as_float32,
     config_entries,
@@ -52,7 +52,6 @@ from lmdecode.models.weights import CausalLayerWeights, CausalWeights
 __all__ = ["IS_BFLOAT16", "IS_FLOAT32", "IS_PACKED", "PackedCausalModel"]
 
 
-ALIGNMENT = 64  # bytes
 TABLES = ("embedding", "per_layer_embedding")
 PROJECTIONS = ("per_layer_projection", "embedding_projection", "hidden_projection")  # of the model
 EXPERTS = ("experts_gate", "experts_up", "experts_down")

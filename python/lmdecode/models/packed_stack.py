@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -62,9 +63,9 @@ class PackedStack:
     """The layers of a decoder or an encoder, with the weights around them, packed once.
 
     ``embedding`` is float32, and not copied if it came so; it is empty if there is none. All other
-    weights are in ``memory``, uint8 [bytes], behind its record (record.py). ``parts`` are
-    views of it, by their names in the record: uint8 if packed, else float32. The ops take
-    ``of_model``, or ``memory`` alone if they read no tokens.
+    weights are in ``memory``, uint8 [bytes], behind its record (record.py). ``parts`` are views of
+    it: uint8 if packed, else float32. The ops take ``of_model``, or ``memory`` alone if they read
+    no tokens.
     """
 
     config: Any
@@ -80,9 +81,18 @@ class PackedStack:
         Raises AttributeError, KeyError, TypeError or ValueError for another record. That parts fit
         the config is for the ops to see.
         """
-        stack = cls.__new__(cls)
-        stack._take(embedding, memory)
+        stack, record = cls.__new__(cls), read_record(memory)
+        config = config_of(cls.config_type, record)
+        check_format("Decoding", record["weight_format"], FORMATS)
+        if embedding.numel():
+            check_fields(config, {"embedding": embedding})
+        stack._take(config, record, embedding, memory)
         return stack
+
+    def _pack(self, config: Any, weights: Any, weight_format: str) -> None:
+        """Pack weights of any kind; their layers are checked here."""
+        parts = _packed_fields(weights, weight_format)
+        self._gather(config, weight_format, float32(weights.embedding), parts, weights.layers)
 
     def _gather(
         self,
@@ -90,11 +100,12 @@ class PackedStack:
         weight_format: str,
         embedding: Tensor,
         parts: dict[str, Tensor],
-        layers: Iterable[dict[str, Tensor]],
+        layers: Iterable[Any],
     ) -> None:
-        """Move packed tensors to one memory, with its record, and take it."""
+        """Add packed layers to packed tensors, and move all to one memory, with its record."""
         for i, layer in enumerate(layers):
-            parts |= {f"layers.{i}.{name}": tensor for name, tensor in layer.items()}
+            packed = _pack_layer(config, layer, weight_format)
+            parts |= {f"layers.{i}.{name}": tensor for name, tensor in packed.items()}
         bias = parts.get("relative_bias")
         record = {
             "kind": self.kind,
@@ -110,26 +121,29 @@ class PackedStack:
             place = (tensor.data_ptr() - memory.data_ptr(), tensor.nbytes)
             record[f"weights.{name}"] = place
         write_record(memory, record, room, len(memory))
-        self._take(embedding, memory)
+        self._take(config, record, embedding, memory)
 
-    def _take(self, embedding: Tensor, memory: Tensor) -> None:
-        record = read_record(memory)
-        self.config = config_of(self.config_type, record)
-        self.weight_format = check_format("Decoding", record["weight_format"], FORMATS)
-        self.embedding, self.memory = embedding, memory
-        if embedding.numel():
-            check_fields(self.config, {"embedding": embedding})
+    def _take(
+        self, config: Any, record: Mapping[str, Any], embedding: Tensor, memory: Tensor
+    ) -> None:
+        self.config, self.weight_format = config, record["weight_format"]
+        self.embedding, self.memory, self._record = embedding, memory, record
+        self.of_model = (embedding, memory)
+
+    @cached_property
+    def parts(self) -> dict[str, Tensor]:
+        """Views of the parts in the memory, by their names in the record."""
         tables = {
             "positions": (-1, self.config.model_size),
-            "relative_bias": (record["relative_bias_rows"], -1),
+            "relative_bias": (self._record["relative_bias_rows"], -1),
         }
-        self.parts: dict[str, Tensor] = {}
-        for name, at, size in places_of(record):
-            part = memory[at : at + size]
+        parts: dict[str, Tensor] = {}
+        for name, at, size in places_of(self._record):
+            part = self.memory[at : at + size]
             if name.split(".")[-1] not in LINEAR_FIELDS:
                 part = part.view(torch.float32)
-            self.parts[name] = part.view(tables.get(name, (-1,)))
-        self.of_model = (embedding, memory)
+            parts[name] = part.view(tables.get(name, (-1,)))
+        return parts
 
     def layer(self, number: int) -> Any:
         """Return the packed weights of a layer."""
@@ -148,15 +162,13 @@ class PackedStack:
         positions = self.parts.get("positions")
         return None if positions is None else len(positions) - int(self.config.position_offset)
 
-    def check(self) -> None:
-        """Raise ValueError where the ops refuse the weights."""
-        ops.decoding_workspace_bytes(self.memory, [0, 1, 0, 1, 1, 0])
-
     def packed_parts(self) -> list[tuple[int, int]]:
         """Return where each packed weight begins in the memory, and its bytes."""
-        begin = self.memory.data_ptr()
-        parts = [p for name, p in self.parts.items() if name.split(".")[-1] in LINEAR_FIELDS]
-        return [(part.data_ptr() - begin, part.numel()) for part in parts]
+        return [
+            (at, size)
+            for name, at, size in places_of(self._record)
+            if name.split(".")[-1] in LINEAR_FIELDS
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
         # What is a part of another tensor's memory would be written with the whole of it.
@@ -167,8 +179,8 @@ class PackedStack:
         return {"embedding": own(self.embedding), "memory": own(self.memory)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        memory = new_memory(len(state["memory"]))
-        self._take(state["embedding"], memory.copy_(state["memory"]))
+        memory = new_memory(len(state["memory"])).copy_(state["memory"])
+        vars(self).update(vars(self.of_memory(state["embedding"], memory)))
 
 
 class PackedDecoder(PackedStack):
@@ -190,19 +202,16 @@ class PackedDecoder(PackedStack):
     ) -> None:
         weight_format = check_format("Decoding", weight_format, FORMATS)
         check_weights(config, weights)
-        layers = (_pack_layer(config, layer, weight_format) for layer in weights.layers)
-        embedding = float32(weights.embedding)
-        parts = _packed_fields(weights, weight_format)
-        self._gather(config, weight_format, embedding, parts, layers)
+        self._pack(config, weights, weight_format)
 
     def check(self) -> None:
-        """See ``PackedStack.check``; a decoder has a head and an embedding."""
-        super().check()
+        """Raise ValueError where the ops refuse the weights, or without head or embedding."""
+        ops.decoding_workspace_bytes(self.memory, [0, 1, 0, 1, 1, 0])
         if "logits" not in self.parts or not self.embedding.numel():
             raise ValueError("Decoding: a decoder has no logits or no embedding; expected both")
 
-    def _take(self, embedding: Tensor, memory: Tensor) -> None:
-        super()._take(embedding, memory)
+    def _take(self, config: DecoderConfig, *packed: Any) -> None:
+        super()._take(config, *packed)
         self.device = torch.device("cpu")
         self.spare_memory = SpareMemory()
         self.translators: dict[bytes, Any] = {}
@@ -211,8 +220,7 @@ class PackedDecoder(PackedStack):
 def packed_layer(config: Any, layer: Any, weight_format: str) -> PackedStack:
     """Return a checked layer of a decoder, the only one of its config."""
     stack = PackedStack()
-    layers = [_pack_layer(config, layer, weight_format)]
-    stack._gather(config, weight_format, float32(None), {}, layers)
+    stack._gather(config, weight_format, float32(None), {}, [layer])
     return stack
 
 
@@ -234,11 +242,7 @@ class PackedEncoder(PackedStack):
         weights: EncoderWeights,
         weight_format: str | torch.dtype = "float32",
     ) -> None:
-        weight_format = check_format("Decoding", weight_format, FORMATS)
-        layers = (_pack_layer(config, layer, weight_format) for layer in weights.layers)
-        embedding = float32(weights.embedding)
-        parts = _packed_fields(weights, weight_format)
-        self._gather(config, weight_format, embedding, parts, layers)
+        self._pack(config, weights, check_format("Decoding", weight_format, FORMATS))
 
     @property
     def longest(self) -> int | None:
@@ -266,7 +270,7 @@ class PackedEncoder(PackedStack):
         return out
 
     def check(self) -> None:
-        """See ``PackedStack.check``."""
+        """Raise ValueError where the op refuses the weights."""
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         begins = torch.zeros(1, dtype=torch.int64, device="cpu")
         if self.config.vocab_size:

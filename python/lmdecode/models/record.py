@@ -29,6 +29,7 @@ __all__ = [
 _HEAD = struct.Struct("<8sIIQQ32x")  # magic, version, CRC-32 and bytes of the text, of the memory
 _MAGIC, _VERSION = b"lmdmodel", 1
 _ROOM = 4096  # bytes of text, for a layer and for what is not of a layer
+_JSON = json.JSONEncoder(default=operator.index)  # integers of numpy are integers, too
 _Config = TypeVar("_Config")
 
 
@@ -93,8 +94,7 @@ def as_float32(value: Any) -> Any:
 
 def record_text(record: Mapping[str, Any]) -> bytes:
     """Return the text of a record."""
-    # Integers of numpy are integers, too.
-    values = (json.dumps(value, default=operator.index) for value in record.values())
+    values = map(_JSON.encode, record.values())
     return "".join(f"{name} {value}\n" for name, value in zip(record, values, strict=True)).encode()
 
 

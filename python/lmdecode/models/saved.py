@@ -23,7 +23,7 @@ from lmdecode._memory import bytes_of
 from lmdecode._ops import ops
 from lmdecode.linear import PackedLinear
 from lmdecode.linear.formats import is_cut_as_here
-from lmdecode.models.huge_memory import new_memory
+from lmdecode.models.huge_memory import ALIGNMENT, new_memory
 from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.models.packed_stack import PackedDecoder, PackedEncoder
 
@@ -34,7 +34,6 @@ __all__ = [
 
 Part = PackedDecoder | PackedEncoder | PackedLinear
 
-_ALIGNMENT = 64  # bytes
 _DTYPES = {"float32": torch.float32, "uint8": torch.uint8}  # uint8: of packed weights
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -74,7 +73,7 @@ class PackedEncoderDecoder:
                 at = places.get(key, size) if tensor.numel() else 0
                 if tensor.numel() and key not in places:
                     places[key] = at
-                    size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+                    size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
                 entries.append((_NAMES[tensor.dtype], list(tensor.shape), at))
 
     @classmethod
@@ -85,10 +84,10 @@ class PackedEncoderDecoder:
         for name, of in facts["places"].items():
             tensors = []
             for dtype, shape, at in of:
-                if dtype not in _DTYPES or min(shape, default=0) < 0 or at < 0 or at % _ALIGNMENT:
+                if dtype not in _DTYPES or min(shape, default=0) < 0 or at < 0 or at % ALIGNMENT:
                     raise ValueError(
                         f"a tensor of {name} is {dtype} {shape} at {at}; expected float32 or "
-                        f"uint8, sizes, and a multiple of {_ALIGNMENT}"
+                        f"uint8, sizes, and a multiple of {ALIGNMENT}"
                     )
                 size = math.prod(shape) * _DTYPES[dtype].itemsize
                 tensors.append(memory[at : at + size].view(_DTYPES[dtype]).view(shape))
@@ -124,7 +123,7 @@ class PackedEncoderDecoder:
             for tensor, (_, _, begin) in zip(_tensors_of(self.parts[name]), of, strict=True):
                 if tensor.numel() and begin == at:
                     yield tensor
-                    padding = -tensor.nbytes % _ALIGNMENT
+                    padding = -tensor.nbytes % ALIGNMENT
                     yield torch.zeros(padding, dtype=torch.uint8, device="cpu")
                     at += tensor.nbytes + padding
 
