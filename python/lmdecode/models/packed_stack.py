@@ -82,7 +82,7 @@ class PackedStack:
         the config is for the ops to see.
         """
         stack, record = cls.__new__(cls), read_record(memory)
-        config = config_of(cls.config_type, record)
+        config: Any = config_of(cls.config_type, record)
         check_format("Decoding", record["weight_format"], FORMATS)
         if embedding.numel():
             check_fields(config, {"embedding": embedding})
