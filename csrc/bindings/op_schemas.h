@@ -165,6 +165,12 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"pack_linear.out(Tensor weight, int format, *, Tensor(a!) out) -> ()", Devices::kCpuOnly},
     // Converts any CPU capability's order of values to the current one's.
     {"repack_linear(Tensor packed) -> Tensor", Devices::kCpuOnly},
+    // The floats of a packed weight, float32 [out_features, in_features].
+    {"unpack_linear(Tensor packed) -> Tensor", Devices::kCpuOnly},
+    // a [batch, rows, inner] times b [batch, inner, columns], with the bits of packed_linear;
+    // format
+    // 0 or 1.
+    {"batched_matmul(Tensor a, Tensor b, int format) -> Tensor", Devices::kCpuOnly},
     // A weight that is already int4: weight uint8 [out_features, in_features], scales float16 and
     // zeros uint8 [out_features, groups]. The group size determines the format: 4, 5 or 6, but 3
     // for groups of 32 without zeros.

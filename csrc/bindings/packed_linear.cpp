@@ -23,7 +23,9 @@ constexpr char kPackQuantizedOp[] = "pack_quantized_linear";
 constexpr char kPackGgufOp[] = "pack_gguf_linear";
 constexpr char kDequantizeGgufOp[] = "dequantize_gguf";
 constexpr char kRepackOp[] = "repack_linear";
+constexpr char kUnpackOp[] = "unpack_linear";
 constexpr char kLinearOp[] = "packed_linear";
+constexpr char kBatchedOp[] = "batched_matmul";
 
 LinearFormat checked_format(const char* op, int64_t format) {
   if (format < 0 || format > kMaxLinearFormat) {
@@ -217,6 +219,44 @@ Tensor repack(const Tensor& packed) {
   return result;
 }
 
+// Returns the weight in a packed tensor; fails unless it has this shape, for this process's
+// kernels.
+PackedLinear checked_weight(const char* op, const Tensor& packed, const PackedLinearShape& shape,
+                            const char* from) {
+  check_rank(op, "packed", packed, 1, "the result of pack_linear");
+  const void* const data = Arguments(op).strided<const uint8_t>("packed", packed, {-1});
+  if (!packed.is_contiguous() || reinterpret_cast<uintptr_t>(data) % 64 != 0) {
+    fail(op,
+         "packed is not contiguous, or not aligned to 64 bytes; expected the result of "
+         "pack_linear");
+  }
+  check_packed_weight(op, "packed", data, packed.size(0), shape, from);
+  return {shape, data};
+}
+
+// The weight of pack_linear, in floats again.
+Tensor unpack(const Tensor& packed) {
+  check_rank(kUnpackOp, "packed", packed, 1, "the result of pack_linear");
+  PackedHeader header = {};
+  if (packed.is_cpu() && packed.is_contiguous() && packed.scalar_type() == ScalarType::Byte &&
+      packed.numel() >= static_cast<int64_t>(sizeof(header))) {
+    std::memcpy(&header, packed.const_data_ptr(), sizeof(header));
+  }
+  const PackedLinearShape shape = checked_shape(kUnpackOp, header.in_features, header.out_features,
+                                                static_cast<int64_t>(header.format));
+  const PackedLinear linear = checked_weight(kUnpackOp, packed, shape, ", by its header");
+  Tensor weight = new_tensor(packed, {shape.out_features, shape.in_features}, ScalarType::Float);
+  float* const rows = static_cast<float*>(weight.mutable_data_ptr());
+  parallel_for(shape.out_features, 1 + (1 << 14) / (shape.in_features + 1),
+               [&](int64_t begin, int64_t end) {
+                 const ScopedIeeeMode ieee;
+                 for (int64_t output = begin; output < end; ++output) {
+                   read_packed_row(linear, output, rows + output * shape.in_features);
+                 }
+               });
+  return weight;
+}
+
 // The format with groups of this size.
 LinearFormat checked_int4_format(int64_t in_features, int64_t groups, bool has_zeros) {
   for (LinearFormat format :
@@ -266,21 +306,6 @@ Tensor pack_quantized(const Tensor& weight, const Tensor& scales, const Optional
   return packed;
 }
 
-// Returns the weight in a packed tensor; fails unless it has this shape, for this process's
-// kernels.
-PackedLinear checked_weight(const Tensor& packed, const PackedLinearShape& shape) {
-  check_rank(kLinearOp, "packed", packed, 1, "the result of pack_linear");
-  const void* const data = Arguments(kLinearOp).strided<const uint8_t>("packed", packed, {-1});
-  if (!packed.is_contiguous() || reinterpret_cast<uintptr_t>(data) % 64 != 0) {
-    fail(kLinearOp,
-         "packed is not contiguous, or not aligned to 64 bytes; expected the result of "
-         "pack_linear");
-  }
-  check_packed_weight(kLinearOp, "packed", data, packed.size(0), shape,
-                      ", from out_features and the last size of x");
-  return {shape, data};
-}
-
 // A [rows, columns] argument with contiguous rows; `copy` keeps a copy alive if one is needed.
 const float* checked_matrix(const char* name, const OptionalTensor& tensor, int64_t rows,
                             int64_t columns, Tensor* copy, int64_t* row_stride) {
@@ -308,7 +333,8 @@ Tensor multiply(const LinearArguments& a, const MakeOut& make_out) {
   check_rank(kLinearOp, "x", a.x, 2, "[rows, in_features]");
   const auto* const x = Arguments(kLinearOp).strided<const float>("x", a.x, {-1, -1});
   const PackedLinearShape shape = checked_shape(kLinearOp, a.x.size(1), a.out_features, a.format);
-  const PackedLinear linear = checked_weight(a.packed, shape);
+  const PackedLinear linear =
+      checked_weight(kLinearOp, a.packed, shape, ", from out_features and the last size of x");
   const int64_t rows = a.x.size(0);
   if (a.activation < 0 || a.activation > static_cast<int64_t>(Activation::kSilu)) {
     fail(kLinearOp, "activation is ", a.activation,
@@ -375,6 +401,29 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
            });
 }
 
+Tensor batched(const Tensor& a, const Tensor& b, int64_t format) {
+  check_rank(kBatchedOp, "a", a, 3, "[batch, rows, inner]");
+  check_rank(kBatchedOp, "b", b, 3, "[batch, inner, columns]");
+  const Arguments arguments(kBatchedOp);
+  BatchedMatmul p;
+  p.a = arguments.strided<const float>("a", a, {-1, -1, -1});
+  p.count = a.size(0);
+  p.rows = a.size(1);
+  p.b = arguments.strided<const float>("b", b, {p.count, a.size(2), -1});
+  p.shape = checked_shape(kBatchedOp, a.size(2), b.size(2), format);
+  if (p.shape.format != LinearFormat::kFloat32 && p.shape.format != LinearFormat::kBFloat16) {
+    fail(kBatchedOp, "format is ", format, "; expected 0 (float32) or 1 (bfloat16)");
+  }
+  for (int i = 0; i < 3; ++i) {
+    p.a_strides[i] = a.stride(i);
+    p.b_strides[i] = b.stride(i);
+  }
+  Tensor out = new_tensor(a, {p.count, p.rows, b.size(2)}, ScalarType::Float);
+  p.out = static_cast<float*>(out.mutable_data_ptr());
+  batched_matmul(p);
+  return out;
+}
+
 }  // namespace
 }  // namespace lmdecode::linear
 
@@ -388,6 +437,8 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("dequantize_gguf", TORCH_BOX(&lmdecode::linear::dequantize));
   m.impl("packed_linear", TORCH_BOX(&lmdecode::linear::linear));
   m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear::linear_out));
+  m.impl("unpack_linear", TORCH_BOX(&lmdecode::linear::unpack));
+  m.impl("batched_matmul", TORCH_BOX(&lmdecode::linear::batched));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lmdecode, CompositeExplicitAutograd, m) {

@@ -77,6 +77,7 @@ from lmdecode.decoder.engine import (
     TokenLogprob,
 )
 from lmdecode.decoding import Decoding
+from lmdecode.eager import batch_invariant
 from lmdecode.kv_cache import (
     BeamIndirection,
     BlockSlots,
@@ -169,6 +170,7 @@ __all__ = [
     "Transcriber",
     "Trie",
     "VerifyOutput",
+    "batch_invariant",
     "beam_finalize",
     "beam_parameters",
     "beam_step",

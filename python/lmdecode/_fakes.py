@@ -278,6 +278,18 @@ def _repack_linear(packed):
     return torch.empty_like(packed)
 
 
+@_returns("unpack_linear")
+def _unpack_linear(packed):
+    # The sizes are in the packed bytes.
+    sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
+    return packed.new_empty(sizes, dtype=torch.float32)
+
+
+@_returns("batched_matmul")
+def _batched_matmul(a, b, **_):
+    return _empty(a, *a.shape[:2], b.shape[2])
+
+
 @_returns("pack_quantized_linear")
 def _pack_quantized_linear(weight, scales, zeros):
     outputs, groups = weight.shape[0] + (-weight.shape[0] % 64), scales.shape[1]

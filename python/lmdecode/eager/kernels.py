@@ -1,0 +1,369 @@
+"""The operators of torch whose rows would differ between batches, computed so that they do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmdecode._ops import ops
+from lmdecode.attention.ops import sliding_window_attention
+from lmdecode.eager.packed_weights import FORMATS, PackedWeight, PackedWeights, owner_of
+
+__all__ = ["KERNELS", "WEIGHTS"]
+
+WEIGHTS = PackedWeights()
+# A kernel of torch, and one that takes its place: the first argument is the kernel of torch.
+Kernel = Callable[..., Any]
+#: By the name of the operator, such as ``"sum.dim_IntList"``.
+KERNELS: dict[str, Kernel] = {}
+_packed_linear = ops.packed_linear.default
+_batched_matmul = ops.batched_matmul.default
+
+
+def _kernel(*names: str) -> Callable[[Kernel], Kernel]:
+    def add(kernel: Kernel) -> Kernel:
+        KERNELS.update(dict.fromkeys(names, kernel))
+        return kernel
+
+    return add
+
+
+def _taken(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether all have one dtype, of those that products take."""
+    dtype = first.dtype
+    for tensor in others:
+        if tensor is not None and tensor.dtype is not dtype:
+            return False
+    return dtype in FORMATS
+
+
+# --- Products -------------------------------------------------------------------------------------
+
+
+def _rows_by(
+    found: PackedWeight, x: Tensor, bias: Tensor | None = None, dtype: Any = None
+) -> Tensor:
+    """Return ``x @ weight.T + bias``, ``[..., out_features]``, for x ``[..., in_features]``."""
+    if dtype is None:
+        dtype = x.dtype
+    shape, flat = x.shape, x.dim() == 2
+    rows = x if flat else x.reshape(math.prod(shape[:-1]), shape[-1])
+    if x.dtype is not torch.float32:
+        rows = rows.float()
+        bias = bias if bias is None else bias.float()
+    y = _packed_linear(
+        rows, found.packed, found.out_features, found.format, bias, 0, None, None
+    )  # fmt: skip
+    if dtype is not torch.float32:
+        y = y.to(dtype)
+    return y if flat else y.view(*shape[:-1], found.out_features)
+
+
+@_kernel("linear")
+def _linear(torchs: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    found = WEIGHTS.known(weight)
+    if found is None:
+        if not _taken(x, weight, bias) or weight.dim() != 2:
+            return torchs(x, weight, bias)
+        found = WEIGHTS.of(weight, owner_of(weight))
+    if (
+        x.dtype is not found.dtype or x.dim() == 0 or x.shape[-1] != found.in_features
+        or (bias is not None and (bias.dtype is not x.dtype or bias.shape != found.outputs))
+    ):  # fmt: skip
+        WEIGHTS.keep(weight)
+        return torchs(x, weight, bias)
+    return _rows_by(found, x, bias)
+
+
+def _product(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+    """Return ``a @ b`` for ``[rows, inner]`` and ``[inner, columns]``."""
+    WEIGHTS.keep(b)
+    return _rows_by(WEIGHTS.of(b.t(), owner_of(b)), a, **options)
+
+
+def _fits(a: Tensor, b: Tensor) -> bool:
+    """Whether two matrices, or two batches of them, can be multiplied."""
+    if not _taken(a, b) or a.dim() != b.dim() or a.shape[:-2] != b.shape[:-2]:
+        return False
+    return a.shape[-1] == b.shape[-2]
+
+
+def _added(to: Tensor, product: Tensor, beta: Any, alpha: Any, dtype: torch.dtype) -> Tensor:
+    """Return ``beta * to + alpha * product`` for a float32 product, rounded once to a dtype."""
+    if alpha != 1:
+        product = product * alpha
+    if beta != 0:
+        product = product + (to.float() if beta == 1 else to.float() * beta)
+    return product.to(dtype)
+
+
+@_kernel("mm")
+def _mm(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
+    return _product(a, b) if _fits(a, b) else torchs(a, b)
+
+
+@_kernel("addmm")
+def _addmm(
+    torchs: Kernel, to: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    if not _fits(a, b) or to.dtype is not a.dtype or not _expands(to, (a.shape[0], b.shape[1])):
+        return torchs(to, a, b, beta=beta, alpha=alpha)
+    if beta == 1 and alpha == 1 and to.dim() == 1 and to.shape[0] == b.shape[1]:
+        return _product(a, b, bias=to)
+    return _added(to, _product(a, b, dtype=torch.float32), beta, alpha, a.dtype)
+
+
+def _expands(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    return tensor.dim() <= len(shape) and all(
+        size in (1, wide) for size, wide in zip(tensor.shape[::-1], shape[::-1], strict=False)
+    )
+
+
+def _batched(a: Tensor, b: Tensor) -> Tensor:
+    return _batched_matmul(a.float(), b.float(), FORMATS[a.dtype])
+
+
+@_kernel("bmm")
+def _bmm(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
+    return _batched(a, b).to(a.dtype) if _fits(a, b) and a.dim() == 3 else torchs(a, b)
+
+
+@_kernel("baddbmm")
+def _baddbmm(
+    torchs: Kernel, to: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    if (
+        not _fits(a, b) or a.dim() != 3 or to.dtype is not a.dtype
+        or not _expands(to, (*a.shape[:2], b.shape[2]))
+    ):  # fmt: skip
+        return torchs(to, a, b, beta=beta, alpha=alpha)
+    return _added(to, _batched(a, b), beta, alpha, a.dtype)
+
+
+@_kernel("mv")
+def _mv(torchs: Kernel, matrix: Tensor, vector: Tensor) -> Tensor:
+    if not _taken(matrix, vector) or matrix.dim() != 2 or vector.shape != matrix.shape[1:]:
+        return torchs(matrix, vector)
+    WEIGHTS.keep(matrix)
+    return _rows_by(WEIGHTS.of(matrix, owner_of(matrix)), vector)
+
+
+@_kernel("addmv")
+def _addmv(
+    torchs: Kernel, to: Tensor, matrix: Tensor, vector: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    if (
+        not _taken(to, matrix, vector) or matrix.dim() != 2 or vector.shape != matrix.shape[1:]
+        or not _expands(to, (matrix.shape[0],))
+    ):  # fmt: skip
+        return torchs(to, matrix, vector, beta=beta, alpha=alpha)
+    WEIGHTS.keep(matrix)
+    found = WEIGHTS.of(matrix, owner_of(matrix))
+    product = _rows_by(found, vector, dtype=torch.float32)
+    return _added(to, product, beta, alpha, vector.dtype)
+
+
+@_kernel("dot", "vdot")
+def _dot(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
+    if not _taken(a, b) or a.dim() != 1 or a.shape != b.shape:
+        return torchs(a, b)
+    return _rows_by(WEIGHTS.of(b[None], None), a)[0]
+
+
+@_kernel("_grouped_mm")
+def _grouped_mm(
+    torchs: Kernel,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if not _taken(a, b, bias) or a.dim() != 2 or b.dim() != 3 or offs is None:
+        return torchs(a, b, offs, bias, out_dtype)
+    WEIGHTS.keep(b)
+    owner, begin = owner_of(b), 0
+    out = a.new_zeros(a.shape[0], b.shape[2], dtype=out_dtype or a.dtype)
+    for group, end in enumerate(offs.tolist()):
+        if end > begin:
+            of_group = None if bias is None else bias[group]
+            found = WEIGHTS.of(b[group].t(), owner)
+            out[begin:end] = _rows_by(found, a[begin:end], of_group, dtype=out.dtype)
+        begin = end
+    return out
+
+
+# --- Attention ------------------------------------------------------------------------------------
+
+
+@_kernel("scaled_dot_product_attention")
+def _attention(
+    torchs: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    groups = enable_gqa and q.dim() > 2 and k.dim() > 2
+    if (
+        not _taken(q, k, v) or dropout_p > 0 or not 0 < q.shape[-1] <= 1024
+        or (is_causal and attn_mask is not None) or min(q.dim(), k.dim(), v.dim()) < 2
+        or k.shape[:-1] != v.shape[:-1] or k.shape[-1] != q.shape[-1] or v.shape[-1] > 1024
+        or q.dim() != k.dim() or k.shape[-2] == 0
+        or (q.shape[:-3] != k.shape[:-3] if groups else q.shape[:-2] != k.shape[:-2])
+        or (groups and q.shape[-3] % k.shape[-3] != 0)
+    ):  # fmt: skip
+        return torchs(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )  # fmt: skip
+    # Without heads, what stands before [tokens, size] is taken for them.
+    batch = math.prod(q.shape[:-3])
+    q4, k4, v4 = (
+        x.reshape(batch, x.shape[-3] if x.dim() > 2 else 1, *x.shape[-2:]) for x in (q, k, v)
+    )
+    options: dict[str, Any] = {"window_right": 0 if is_causal else None}
+    if attn_mask is not None:
+        if q.dim() > 4:
+            attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2]).flatten(0, -4)
+        mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+        options = {
+            "attn_mask": mask.expand(-1, -1, q.shape[-2], k.shape[-2]),
+            "mask_convention": "visible",
+        }
+    elif is_causal and q.shape[-2] != k.shape[-2]:
+        # The first query sees the first key alone.
+        options["q_positions"] = torch.arange(q.shape[-2], device="cpu")
+    out = sliding_window_attention(q4, k4, v4, scale=scale, **options)
+    return out.view(*q.shape[:-1], v.shape[-1])
+
+
+# --- Rows of a reduction --------------------------------------------------------------------------
+
+# TensorIterator gives a thread this many elements or more, and cuts a single sum of more in parts.
+_GRAIN = 32768
+
+
+def _by_rows(torchs: Kernel, x: Tensor, given: dict[str, Any]) -> Any:
+    """Reduce rows that lie side by side, and never a long one alone."""
+    dims = given.get("dim")
+    wanted = sorted(d % max(x.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims or ()))
+    wanted = wanted or list(range(x.dim()))
+    if not x.is_floating_point() or x.numel() == 0 or len(set(wanted)) != len(wanted):
+        return torchs(x, **given)
+    size = math.prod(x.shape[d] for d in wanted)
+    rows = x.numel() // size
+    alone = rows == 1 and size > _GRAIN
+    if wanted == list(range(x.dim() - len(wanted), x.dim())) and x.is_contiguous() and not alone:
+        return torchs(x, **given)
+    kept = [d for d in range(x.dim()) if d not in wanted]
+    y = x.permute(*kept, *wanted).reshape(rows, size)
+    y = (y.expand(2, size) if alone else y).contiguous()
+    out = torchs(y, **(given | {"dim": [1], "keepdim": False}))[:rows]
+    keep = given.get("keepdim", False)
+    return out.view([1 if d in wanted else n for d, n in enumerate(x.shape) if keep or d in kept])
+
+
+def _reduction(names: list[str], torchs: Kernel, x: Tensor, *args: Any, **options: Any) -> Any:
+    return _by_rows(torchs, x, dict(zip(names, args, strict=False)) | options)
+
+
+for _name, _arguments in {
+    "sum.dim_IntList": ["dim", "keepdim"],
+    "mean.dim": ["dim", "keepdim"],
+    "logsumexp": ["dim", "keepdim"],
+    "var.correction": ["dim"],
+    "std.correction": ["dim"],
+    "linalg_vector_norm": ["ord", "dim", "keepdim"],
+}.items():
+    KERNELS[_name] = partial(_reduction, _arguments)
+
+
+@_kernel("sum")
+def _sum(torchs: Kernel, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return (
+        torch.sum(x, dim=list(range(x.dim())), dtype=dtype) if x.dim() else torchs(x, dtype=dtype)
+    )
+
+
+@_kernel("mean")
+def _mean(torchs: Kernel, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return (
+        torch.mean(x, dim=list(range(x.dim())), dtype=dtype) if x.dim() else torchs(x, dtype=dtype)
+    )
+
+
+@_kernel("_softmax", "_log_softmax")
+def _softmax(torchs: Kernel, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """Along the last dimension torch computes each row by itself."""
+    if dim in (-1, x.dim() - 1) or not -x.dim() <= dim < x.dim():
+        return torchs(x.contiguous(), dim, half_to_float)
+    return torchs(x.movedim(dim, -1).contiguous(), -1, half_to_float).movedim(-1, dim)
+
+
+# --- Elements -------------------------------------------------------------------------------------
+
+# A thread's loop takes two vectors at a time, and the rest one by one, where exp and its kin have
+# other bits: of 64 elements, and of a multiple of 64 a thread, there is no rest.
+_VECTORS = 64
+
+
+def _elementwise(torchs: Kernel, *args: Any, **options: Any) -> Any:
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    x = tensors[0]
+    if not all(t.is_floating_point() and t.layout is torch.strided for t in tensors):
+        return torchs(*args, **options)
+    if len(tensors) > 1:
+        tensors = list(torch.broadcast_tensors(*tensors))
+        x = tensors[0]
+    size = x.numel()
+    rest = -size % (_VECTORS * min(torch.get_num_threads(), max(-(-size // _GRAIN), 1)))
+    if rest == 0 and all(t.is_contiguous() for t in tensors):
+        return torchs(*args, **options)
+    padded = iter([torch.cat([t.reshape(size), t.new_ones(rest)]) for t in tensors])
+    args = tuple(next(padded) if isinstance(a, Tensor) else a for a in args)
+    return torchs(*args, **options)[:size].view(x.shape)
+
+
+for _name in """
+acos acosh asin asinh atan atan2 atanh celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1
+gelu hardsigmoid hardswish lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logit mish
+pow.Scalar pow.Tensor_Tensor selu sigmoid silu sin sinc sinh softplus tan tanh xlogy.Tensor
+""".split():
+    KERNELS[_name] = _elementwise
+
+
+@_kernel("rsqrt")
+def _rsqrt(torchs: Kernel, x: Tensor) -> Tensor:
+    """Of float32 the root and the quotient are each rounded once in any loop."""
+    return torchs(x) if x.dtype is torch.float32 else _elementwise(torchs, x)
+
+
+@_kernel("pow.Tensor_Scalar")
+def _power(torchs: Kernel, x: Tensor, exponent: Any) -> Tensor:
+    """Squares and cubes are products."""
+    return torchs(x, exponent) if exponent in (2, 3) else _elementwise(torchs, x, exponent)
+
+
+@_kernel("glu")
+def _glu(torchs: Kernel, x: Tensor, dim: int = -1) -> Tensor:
+    if not x.is_floating_point() or not -x.dim() <= dim < x.dim() or x.shape[dim] % 2:
+        return torchs(x, dim)
+    a, b = (x if x.dtype is torch.float64 else x.float()).chunk(2, dim)
+    return (a * torch.sigmoid(b)).to(x.dtype)
+
+
+@_kernel("embedding")
+def _embedding(torchs: Kernel, weight: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Look up rows of a weight that a linear layer may have, too."""
+    WEIGHTS.keep(weight)
+    return torchs(weight, *args, **options)
