@@ -166,7 +166,8 @@ inline constexpr OpSchema kOpSchemas[] = {
     // Converts any CPU capability's order of values to the current one's.
     {"repack_linear(Tensor packed) -> Tensor", Devices::kCpuOnly},
     // The floats of a packed weight, float32 [out_features, in_features].
-    {"unpack_linear(Tensor packed) -> Tensor", Devices::kCpuOnly},
+    {"unpack_linear(Tensor packed, int out_features, int in_features, int format) -> Tensor",
+     Devices::kCpuOnly},
     // a [batch, rows, inner] times b [batch, inner, columns], with the bits of packed_linear;
     // format
     // 0 or 1.

@@ -235,16 +235,10 @@ PackedLinear checked_weight(const char* op, const Tensor& packed, const PackedLi
 }
 
 // The weight of pack_linear, in floats again.
-Tensor unpack(const Tensor& packed) {
-  check_rank(kUnpackOp, "packed", packed, 1, "the result of pack_linear");
-  PackedHeader header = {};
-  if (packed.is_cpu() && packed.is_contiguous() && packed.scalar_type() == ScalarType::Byte &&
-      packed.numel() >= static_cast<int64_t>(sizeof(header))) {
-    std::memcpy(&header, packed.const_data_ptr(), sizeof(header));
-  }
-  const PackedLinearShape shape = checked_shape(kUnpackOp, header.in_features, header.out_features,
-                                                static_cast<int64_t>(header.format));
-  const PackedLinear linear = checked_weight(kUnpackOp, packed, shape, ", by its header");
+Tensor unpack(const Tensor& packed, int64_t out_features, int64_t in_features, int64_t format) {
+  const PackedLinearShape shape = checked_shape(kUnpackOp, in_features, out_features, format);
+  const PackedLinear linear =
+      checked_weight(kUnpackOp, packed, shape, ", from out_features and in_features");
   Tensor weight = new_tensor(packed, {shape.out_features, shape.in_features}, ScalarType::Float);
   float* const rows = static_cast<float*>(weight.mutable_data_ptr());
   parallel_for(shape.out_features, 1 + (1 << 14) / (shape.in_features + 1),

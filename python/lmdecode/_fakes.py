@@ -279,10 +279,8 @@ def _repack_linear(packed):
 
 
 @_returns("unpack_linear")
-def _unpack_linear(packed):
-    # The sizes are in the packed bytes.
-    sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
-    return packed.new_empty(sizes, dtype=torch.float32)
+def _unpack_linear(packed, out_features, in_features, **_):
+    return _empty(packed, out_features, in_features, dtype=torch.float32)
 
 
 @_returns("batched_matmul")

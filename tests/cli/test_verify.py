@@ -20,7 +20,8 @@ from lmdecode.decoder.engine.rows import DrawnRows
 from tests.cli.talking import ROOT, saved_model
 
 G2P = ROOT / "examples" / "g2p" / "model"
-LINES = ["alone", "in a batch of 64", "on one thread", "on two threads", "with drafts"]
+LINES = ["alone", "in a batch of 64", "on one thread", "on two threads", "with drafts",
+         "eager torch, in any batch"]  # fmt: skip
 STORE = ["from the store after kill -9", "with a byte of the store flipped"]
 LEVELS = verify.levels_here()
 

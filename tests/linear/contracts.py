@@ -55,6 +55,22 @@ def repack(make: Callable[[], Call]) -> Call:
     return Call(OPS.repack_linear, make()())
 
 
+def unpack(number: int) -> Call:
+    return Call(OPS.unpack_linear, pack(number)(), *WEIGHT.shape, number)
+
+
+def batched(number: int, batch: int = 3, rows: int = 5, inner: int = 30, columns: int = 20) -> Call:
+    a, b = randn(batch, rows, inner), randn(batch, inner, columns, seed=1)
+    return Call(OPS.batched_matmul, a, b, number)
+
+
+def large_batches() -> Iterator[Call]:
+    for number in (0, 1):
+        yield batched(number, 7, 20, 300, 150)
+        yield batched(number, 1, 400, 300, 700)
+        yield batched(number, 400, 3, 70, 20)
+
+
 def of_formats(make: Callable[..., Call]) -> dict[str, Callable[[], Call]]:
     return {
         f"{number}, {name}": partial(make, number, after)
@@ -94,6 +110,12 @@ CONTRACTS = [
     Contract(
         "packed_linear", of_formats(product), compiles=False, has_fakes=False, strided=(0,),
         many=large_products, rows=(0, 6, 7),
+    ),
+    Contract("unpack_linear", {str(number): partial(unpack, number) for number in ROUNDED},
+             compiles=False),
+    Contract(
+        "batched_matmul", {str(number): partial(batched, number) for number in (0, 1)},
+        strided=(0, 1), many=large_batches, rows=(0, 1),
     ),
     Contract(
         "layer_norm",

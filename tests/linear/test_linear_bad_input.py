@@ -40,7 +40,20 @@ def packed_before(packed: Any = PACKED, bias: Any = None, in_features: Any = 30,
 
 
 OVERLAPPING = torch.ones(200)
+A3, B3 = torch.ones(2, 5, 30), torch.ones(2, 30, 20)
 WRONG = [
+    (r"a has shape \[5, 30\]", lambda: OPS.batched_matmul(X, B3, 0)),
+    (r"b has shape \[2, 20, 30\]", lambda: OPS.batched_matmul(A3, B3.mT, 0)),
+    (r"b has shape \[1, 30, 20\]", lambda: OPS.batched_matmul(A3, B3[:1], 0)),
+    ("b has dtype float64", lambda: OPS.batched_matmul(A3, B3.double(), 0)),
+    (r"format is 2; expected 0 \(float32\) or 1 \(bfloat16\)",
+     lambda: OPS.batched_matmul(A3, B3, 2)),
+    ("format is 99", lambda: OPS.batched_matmul(A3, B3, 99)),
+    (r"packed has shape \[20, 30\]", lambda: OPS.unpack_linear(W, 20, 30, 0)),
+    (r"packed is a weight of shape \[20, 30\]; expected \[21, 30\], from out_features and",
+     lambda: OPS.unpack_linear(PACKED, 21, 30, 0)),
+    ("packed has format float32; expected bfloat16",
+     lambda: OPS.unpack_linear(PACKED, 20, 30, 1)),
     ("weight is of type list", lambda: PackedLinear([1.0])),
     ("weight has dtype int64", lambda: PackedLinear(W.long())),
     ("weight has dtype float64", lambda: PackedLinear(W.double())),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lmdecode import PackedLinear
 from lmdecode.reference import packed_linear as reference
 from lmdecode.reference import quantize_rows, rotate_rows
+from lmdecode.reference.linear import batched_matmul
 from tests.linear.linear_cases import assert_same_bits, normal
 
 FORMATS = ["float32", "bfloat16", "int8", "int4"]
@@ -39,6 +40,25 @@ def test_a_weight_that_has_been_packed(dtype: str, has_bias: bool) -> None:
     again = PackedLinear.from_packed(layer.packed, layer.bias, **sizes, dtype=dtype)
     assert again.packed is layer.packed and repr(again) == repr(layer)
     assert_same_bits(again(normal(3, 70, seed=1)), layer(normal(3, 70, seed=1)))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("sizes", [(3, 5, 70, 20), (1, 300, 70, 131), (40, 1, 1, 1), (2, 3, 0, 4)])
+def test_batched_matmul(number: int, sizes: tuple[int, int, int, int]) -> None:
+    """Each item has the bits of a packed layer, whose weight can be had back."""
+    batch, rows, inner, columns = sizes
+    a, b = normal(batch, rows, inner), normal(batch, inner, columns, seed=1)
+    b[:, :1, :1] = -0.0
+    if number == 1:
+        a, b = a.bfloat16().float(), b.bfloat16().float()
+    got = torch.ops.lmdecode.batched_matmul(a, b, number)
+    magnitudes = a.abs().double() @ b.abs().double()
+    assert ((got - batched_matmul(a, b)).abs() <= 1e-6 * magnitudes).all()
+    for item in range(batch):
+        layer = PackedLinear(b[item].mT, dtype=("float32", "bfloat16")[number])
+        assert_same_bits(got[item], layer(a[item]))
+        unpacked = torch.ops.lmdecode.unpack_linear(layer.packed, columns, inner, number)
+        assert_same_bits(unpacked, b[item].mT.contiguous())
 
 
 def check(

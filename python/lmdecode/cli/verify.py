@@ -27,12 +27,14 @@ from lmdecode.cli.verify_process import (
 from lmdecode.cli.verify_texts import (
     BATCH,
     COMPARED,
+    EAGER_ROWS,
     OPS,
     Bits,
     Texts,
     Written,
     bits_of_ops,
     digest,
+    eager_bits,
     write_alone,
     write_in_a_batch,
 )
@@ -141,6 +143,7 @@ class Checks:
         yield "on one thread", partial(self._on_threads, 1)
         yield "on two threads", partial(self._on_threads, 2)
         yield "with drafts", self._with_drafts
+        yield "eager torch, in any batch", self._eagerly
         own, *others = reversed(levels_here())
         yield f"ops at {own}", lambda: CheckedBits(self._ops, None, list(OPS))
         for level in others:
@@ -195,6 +198,26 @@ class Checks:
         )
         fault = "" if alone.accepted else "a model's own drafts were not accepted"
         return self._found(self._alone.bits, batch, alone, note=note, fault=fault)
+
+    def _eagerly(self) -> CheckedBits:
+        """In ``batch_invariant()``, alone against several at a time, on one thread and on two."""
+        sizes, before = (EAGER_ROWS, 5, 2), torch.get_num_threads()
+        plain = [eager_bits(rows) for rows in (1, *sizes)]
+        others = sum(len(set(bits)) > 1 for bits in zip(*plain, strict=True))
+        try:
+            with lmdecode.batch_invariant():
+                alone, found = eager_bits(1), []
+                for threads in (1, 2):
+                    torch.set_num_threads(threads)
+                    found += [eager_bits(rows) for rows in sizes]
+        finally:
+            torch.set_num_threads(before)
+        return CheckedBits(
+            next((bits for bits in found if bits != alone), alone),
+            alone,
+            [f"row {row}" for row in range(EAGER_ROWS)],
+            note=f"without batch_invariant() {others} of {EAGER_ROWS} rows differ",
+        )
 
     # ---- in processes
 

@@ -25,8 +25,8 @@ from lmdecode.sampling.ops import top_k_top_p_sample
 from lmdecode.sampling.sampler import Sampler
 
 __all__ = [
-    "BATCH", "COMPARED", "OPS", "Asked", "Bits", "Texts", "Written", "bits_of_ops", "digest",
-    "write_alone", "write_in_a_batch",
+    "BATCH", "COMPARED", "EAGER_ROWS", "OPS", "Asked", "Bits", "Texts", "Written", "bits_of_ops",
+    "digest", "eager_bits", "write_alone", "write_in_a_batch",
 ]  # fmt: skip
 
 #: Requests of a batch.
@@ -196,6 +196,21 @@ def write_in_a_batch(decoding: Decoding, texts: Texts, **options: Any) -> Writte
         ]
         stats = engine.stats
     return Written(tuple(bits), (), stats.drafted_tokens, stats.accepted_tokens)
+
+
+#: Rows that the eager model reads.
+EAGER_ROWS = 17
+
+
+def eager_bits(rows: int) -> Bits:
+    """Return a digest for each row of an eager model of torch, which reads ``rows`` at a time."""
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(50, 2, 77, 0.0, "gelu", batch_first=True)
+        model = torch.nn.Sequential(layer, torch.nn.Linear(50, 333)).eval()
+        x = torch.randn(EAGER_ROWS, 9, 50)
+        logits = torch.cat([model(part).log_softmax(-1) for part in x.split(rows)])
+    return tuple(digest([bytes_of(row.contiguous())]) for row in logits)
 
 
 # Vocabularies, some of which end within a vector, and rows: many of the small ones, where the last

@@ -147,7 +147,9 @@ class PackedWeights:
         owner, found = copies.owner(), copies.whole
         # A parameter that has other data by now keeps them.
         if copies.released and owner is not None and found is not None and owner.numel() == 0:
-            self._set(owner, ops.unpack_linear.default(found.packed).to(found.dtype))
+            sizes = found.out_features, found.in_features
+            weight = ops.unpack_linear.default(found.packed, *sizes, found.format)
+            self._set(owner, weight.to(found.dtype))
         copies.released = False
 
     @staticmethod
