@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from lmdecode.decoder.engine.rows import DrawnRows
 from tests.cli.talking import ROOT, saved_model
 
 G2P = ROOT / "examples" / "g2p" / "model"
-LINES = ["alone", "in a batch of 64", "on one thread", "on two threads", "with drafts",
-         "eager torch, in any batch"]  # fmt: skip
+LINES = ["alone", "in a batch of 64", "on one thread", "on two threads", "with drafts"]
+EAGER = "eager torch, in any batch"
 STORE = ["from the store after kill -9", "with a byte of the store flipped"]
 LEVELS = verify.levels_here()
 
@@ -65,11 +66,12 @@ def test_every_line_of_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> 
     assert found["model"] == "examples/kjv_mistral/model; weights float32, caches float32"
     own, *others = reversed(LEVELS)
     at_levels = [f"{name} at {level}" for level in others for name in ("ops", "alone = in a batch")]
-    assert list(found) == ["model", *LINES, f"ops at {own}", *at_levels, *store, "end"]
+    assert list(found) == ["model", *LINES, EAGER, f"ops at {own}", *at_levels, *store, "end"]
     alone, ops = found["alone"], found[f"ops at {own}"]
     assert re.fullmatch("[0-9a-f]{16}", alone) and re.fullmatch("[0-9a-f]{16}", ops)
     for name in (*LINES[1:], *store):
         assert found[name].startswith(f"{alone}  same"), name
+    assert "  same (plain torch: " in found[EAGER]
     assert all(found[f"ops at {level}"] == f"{ops}  same" for level in others)
     assert all(found[f"alone = in a batch at {level}"].endswith("  same") for level in others)
     counts = [int(count) for count in re.findall(r" (\d+)\b", found["with drafts"])]
@@ -79,6 +81,15 @@ def test_every_line_of_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> 
     assert "refused: 0 of 599 prompt tokens loaded" in found[STORE[1]]
     count = len(found) - 4
     assert found["end"] == f"{count} of {count} comparisons found the same bits"
+
+
+def test_rows_of_plain_torch_differ(
+    only: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(EAGER)
+    monkeypatch.setattr(lmdecode, "batch_invariant", nullcontext)
+    found = verified(capsys, status=1)
+    assert "  DIFFERS: row " in found[EAGER]
 
 
 def test_formats_are_those_that_are_given(only: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,7 +216,7 @@ class Checks:
             next((bits for bits in found if bits != alone), alone),
             alone,
             [f"row {row}" for row in range(EAGER_ROWS)],
-            note=f"without batch_invariant() {others} of {EAGER_ROWS} rows differ",
+            note=f"plain torch: {others} of {EAGER_ROWS} rows differ",
         )
 
     # ---- in processes
