@@ -93,13 +93,21 @@ def _fits(a: Tensor, b: Tensor) -> bool:
     return a.shape[-1] == b.shape[-2]
 
 
-def _added(to: Tensor, product: Tensor, beta: Any, alpha: Any, dtype: torch.dtype) -> Tensor:
-    """Return ``beta * to + alpha * product`` for a float32 product, rounded once to a dtype."""
+def _expands(to: Tensor, a: Tensor, b: Tensor) -> bool:
+    """Whether a tensor can be added to the product of two."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    return to.dtype is a.dtype and to.dim() <= len(shape) and all(
+        size in (1, wide) for size, wide in zip(to.shape[::-1], shape[::-1], strict=False)
+    )  # fmt: skip
+
+
+def _added(to: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:
+    """Return ``beta * to + alpha * product`` for a float32 product, rounded once."""
     if alpha != 1:
         product = product * alpha
     if beta != 0:
         product = product + (to.float() if beta == 1 else to.float() * beta)
-    return product.to(dtype)
+    return product.to(to.dtype)
 
 
 @_kernel("mm")
@@ -111,17 +119,11 @@ def _mm(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
 def _addmm(
     torchs: Kernel, to: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    if not _fits(a, b) or to.dtype is not a.dtype or not _expands(to, (a.shape[0], b.shape[1])):
+    if not _fits(a, b) or not _expands(to, a, b):
         return torchs(to, a, b, beta=beta, alpha=alpha)
-    if beta == 1 and alpha == 1 and to.dim() == 1 and to.shape[0] == b.shape[1]:
+    if beta == 1 and alpha == 1 and to.shape == b.shape[1:]:
         return _product(a, b, bias=to)
-    return _added(to, _product(a, b, dtype=torch.float32), beta, alpha, a.dtype)
-
-
-def _expands(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    return tensor.dim() <= len(shape) and all(
-        size in (1, wide) for size, wide in zip(tensor.shape[::-1], shape[::-1], strict=False)
-    )
+    return _added(to, _product(a, b, dtype=torch.float32), beta, alpha)
 
 
 def _batched(a: Tensor, b: Tensor) -> Tensor:
@@ -137,42 +139,29 @@ def _bmm(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
 def _baddbmm(
     torchs: Kernel, to: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    if (
-        not _fits(a, b) or a.dim() != 3 or to.dtype is not a.dtype
-        or not _expands(to, (*a.shape[:2], b.shape[2]))
-    ):  # fmt: skip
+    if not _fits(a, b) or a.dim() != 3 or not _expands(to, a, b):
         return torchs(to, a, b, beta=beta, alpha=alpha)
-    return _added(to, _batched(a, b), beta, alpha, a.dtype)
+    return _added(to, _batched(a, b), beta, alpha)
+
+
+# Vectors are matrices of a column.
 
 
 @_kernel("mv")
-def _mv(torchs: Kernel, matrix: Tensor, vector: Tensor) -> Tensor:
-    if not _taken(matrix, vector) or matrix.dim() != 2 or vector.shape != matrix.shape[1:]:
-        return torchs(matrix, vector)
-    WEIGHTS.keep(matrix)
-    return _rows_by(WEIGHTS.of(matrix, owner_of(matrix)), vector)
+def _mv(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b[:, None])[:, 0] if _fits(a, b[:, None]) else torchs(a, b)
 
 
 @_kernel("addmv")
-def _addmv(
-    torchs: Kernel, to: Tensor, matrix: Tensor, vector: Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor:
-    if (
-        not _taken(to, matrix, vector) or matrix.dim() != 2 or vector.shape != matrix.shape[1:]
-        or not _expands(to, (matrix.shape[0],))
-    ):  # fmt: skip
-        return torchs(to, matrix, vector, beta=beta, alpha=alpha)
-    WEIGHTS.keep(matrix)
-    found = WEIGHTS.of(matrix, owner_of(matrix))
-    product = _rows_by(found, vector, dtype=torch.float32)
-    return _added(to, product, beta, alpha, vector.dtype)
+def _addmv(torchs: Kernel, to: Tensor, a: Tensor, b: Tensor, **options: Any) -> Tensor:
+    if not _fits(a, b[:, None]) or not _expands(to[..., None], a, b[:, None]):
+        return torchs(to, a, b, **options)
+    return torch.addmm(to[..., None], a, b[:, None], **options)[:, 0]
 
 
 @_kernel("dot", "vdot")
 def _dot(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
-    if not _taken(a, b) or a.dim() != 1 or a.shape != b.shape:
-        return torchs(a, b)
-    return _rows_by(WEIGHTS.of(b[None], None), a)[0]
+    return _mm(torchs, a[None], b[:, None])[0, 0] if _fits(a[None], b[:, None]) else torchs(a, b)
 
 
 @_kernel("_grouped_mm")

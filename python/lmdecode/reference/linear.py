@@ -9,7 +9,6 @@ from torch import Tensor
 from lmdecode.reference.arithmetic import flushed_multiply_add, fused_multiply_add
 
 __all__ = [
-    "batched_matmul",
     "layer_norm",
     "packed_linear",
     "packed_quantized_linear",
@@ -47,24 +46,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.where(largest.isfinite(), scale, torch.nan)
     quotients = torch.where(scaled[:, None], torch.round(x * factor[:, None]), 0.0)
     return quotients.to(torch.int8), scale
-
-
-def batched_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply matrices, item by item.
-
-    Parameters
-    ----------
-    a : Tensor
-        float32 ``[batch, rows, inner]``.
-    b : Tensor
-        float32 ``[batch, inner, columns]``.
-
-    Returns
-    -------
-    Tensor
-        float32 ``[batch, rows, columns]``.
-    """
-    return torch.bmm(a.double(), b.double()).float()
 
 
 def _grouped(x: Tensor, size: int) -> Tensor:
