@@ -395,26 +395,38 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
            });
 }
 
+// Item by item what pack_linear and packed_linear do, with all of an item in scratch.
 Tensor batched(const Tensor& a, const Tensor& b, int64_t format) {
   check_rank(kBatchedOp, "a", a, 3, "[batch, rows, inner]");
   check_rank(kBatchedOp, "b", b, 3, "[batch, inner, columns]");
+  const int64_t count = a.size(0), rows = a.size(1), inner = a.size(2), columns = b.size(2);
   const Arguments arguments(kBatchedOp);
-  BatchedMatmul p;
-  p.a = arguments.strided<const float>("a", a, {-1, -1, -1});
-  p.count = a.size(0);
-  p.rows = a.size(1);
-  p.b = arguments.strided<const float>("b", b, {p.count, a.size(2), -1});
-  p.shape = checked_shape(kBatchedOp, a.size(2), b.size(2), format);
-  if (p.shape.format != LinearFormat::kFloat32 && p.shape.format != LinearFormat::kBFloat16) {
+  const float* const a_data = arguments.strided<const float>("a", a, {-1, -1, -1});
+  const float* const b_data = arguments.strided<const float>("b", b, {count, inner, -1});
+  const PackedLinearShape shape = checked_shape(kBatchedOp, inner, columns, format);
+  if (format > static_cast<int64_t>(LinearFormat::kBFloat16)) {
     fail(kBatchedOp, "format is ", format, "; expected 0 (float32) or 1 (bfloat16)");
   }
-  for (int i = 0; i < 3; ++i) {
-    p.a_strides[i] = a.stride(i);
-    p.b_strides[i] = b.stride(i);
-  }
-  Tensor out = new_tensor(a, {p.count, p.rows, b.size(2)}, ScalarType::Float);
-  p.out = static_cast<float*>(out.mutable_data_ptr());
-  batched_matmul(p);
+  Tensor out = new_tensor(a, {count, rows, columns}, ScalarType::Float);
+  float* const y = static_cast<float*>(out.mutable_data_ptr());
+  const int64_t element = inner > 1 ? a.stride(2) : 1;
+  const size_t packed_bytes = packed_linear_bytes(shape);
+  const size_t bytes = packed_bytes + linear_input_bytes(shape.format, inner, rows, element);
+  const double nanoseconds = 1.0 + static_cast<double>((rows + 8) * inner * columns) / 16.0;
+  const auto multiply_items = [&](int64_t begin, int64_t end, void* memory) {
+    void* const input_memory = static_cast<char*>(memory) + packed_bytes;
+    for (int64_t i = begin; i < end; ++i) {
+      pack_linear(shape, b_data + i * b.stride(0), b.stride(2), b.stride(1), memory);
+      LinearOutput output;
+      output.y = y + i * rows * columns;
+      output.y_stride = columns;
+      packed_linear({shape, memory},
+                    prepare_linear_input(shape.format, a_data + i * a.stride(0), a.stride(1), rows,
+                                         inner, input_memory, element),
+                    output);
+    }
+  };
+  parallel_rows(kBatchedOp, count, nanoseconds, bytes, multiply_items);
   return out;
 }
 

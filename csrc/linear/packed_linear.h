@@ -200,20 +200,4 @@ void packed_linear_pair(const PackedLinear& first, const LinearOutput& first_out
                         const PackedLinear& second, const LinearOutput& second_output,
                         const LinearInput& input);
 
-// out [count, rows, out_features] = a[i] b[i], of kFloat32 or kBFloat16: the bits of pack_linear
-// and packed_linear, item by item. Strides are of items, rows and elements.
-struct BatchedMatmul {
-  const float* a = nullptr;  // [count, rows, in_features]
-  int64_t a_strides[3] = {};
-  const float* b = nullptr;  // [count, in_features, out_features]
-  int64_t b_strides[3] = {};
-  float* out = nullptr;  // contiguous
-  int64_t count = 0;
-  int64_t rows = 0;
-  PackedLinearShape shape;  // of b[i] transposed
-};
-
-// On torch's threads. Throws where memory for a packed b[i] is short.
-void batched_matmul(const BatchedMatmul& p);
-
 }  // namespace lmdecode::linear

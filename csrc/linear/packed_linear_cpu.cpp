@@ -361,29 +361,4 @@ void packed_linear_pair(const PackedLinear& first, const LinearOutput& first_out
       });
 }
 
-void batched_matmul(const BatchedMatmul& p) {
-  const PackedLayout layout = layout_of(p.shape);
-  const int64_t element_stride = p.shape.in_features > 1 ? p.a_strides[2] : 1;
-  const size_t packed_bytes = packed_linear_bytes(p.shape);
-  const size_t bytes = packed_bytes + linear_input_bytes(p.shape.format, p.shape.in_features,
-                                                         p.rows, element_stride);
-  const double nanoseconds = static_cast<double>(layout.panels) *
-                             (pack_nanoseconds(layout) + row_nanoseconds_of_panel(p.shape, layout) *
-                                                             static_cast<double>(p.rows));
-  parallel_rows(
-      "batched_matmul", p.count, 1.0 + nanoseconds, bytes,
-      [&](int64_t begin, int64_t end, void* memory) {
-        for (int64_t i = begin; i < end; ++i) {
-          pack_linear(p.shape, p.b + i * p.b_strides[0], p.b_strides[2], p.b_strides[1], memory);
-          const LinearInput input = prepare_linear_input(
-              p.shape.format, p.a + i * p.a_strides[0], p.a_strides[1], p.rows, p.shape.in_features,
-              static_cast<char*>(memory) + packed_bytes, element_stride);
-          LinearOutput output;
-          output.y = p.out + i * p.rows * p.shape.out_features;
-          output.y_stride = p.shape.out_features;
-          packed_linear({p.shape, memory}, input, output);
-        }
-      });
-}
-
 }  // namespace lmdecode::linear

@@ -73,7 +73,7 @@ def _linear(torchs: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None = Non
         found = WEIGHTS.of(weight, owner_of(weight))
     if (
         x.dtype is not found.dtype or x.dim() == 0 or x.shape[-1] != found.in_features
-        or (bias is not None and (bias.dtype is not x.dtype or bias.shape != found.outputs))
+        or (bias is not None and (bias.dtype is not x.dtype or bias.shape != (found.out_features,)))
     ):  # fmt: skip
         WEIGHTS.keep(weight)
         return torchs(x, weight, bias)
@@ -166,13 +166,9 @@ def _dot(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
 
 @_kernel("_grouped_mm")
 def _grouped_mm(
-    torchs: Kernel,
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
+    torchs: Kernel, a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if not _taken(a, b, bias) or a.dim() != 2 or b.dim() != 3 or offs is None:
         return torchs(a, b, offs, bias, out_dtype)
     WEIGHTS.keep(b)
@@ -192,17 +188,9 @@ def _grouped_mm(
 
 @_kernel("scaled_dot_product_attention")
 def _attention(
-    torchs: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    torchs: Kernel, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     groups = enable_gqa and q.dim() > 2 and k.dim() > 2
     if (
         not _taken(q, k, v) or dropout_p > 0 or not 0 < q.shape[-1] <= 1024

@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator, ExitStack
 from functools import cache, partial
-from types import TracebackType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lmdecode._checks import check_no_gradient
 from lmdecode.eager.kernels import KERNELS, WEIGHTS
+from lmdecode.eager.packed_weights import Memory
 from lmdecode.eager.strict import Strict
 
 __all__ = ["Memory", "batch_invariant"]
@@ -70,7 +70,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
         kernels[name] = _refusing(name, partial(kernel, torchs))
         packet = name.partition(".")[0]
         for other in (packet, f"{packet}_"):
-            for of in getattr(torch.ops.aten, other).overloads() if _is_there(other) else ():
+            for of in getattr(getattr(torch.ops.aten, other, None), "overloads", list)():
                 writer = other if of == "default" else f"{other}.{of}"
                 schema = overload(writer)._schema
                 into = "self" if other != packet else "out"
@@ -82,19 +82,6 @@ def _kernels() -> dict[str, Callable[..., Any]]:
                 ):
                     kernels[writer] = _writing(name, into)
     return kernels
-
-
-def _is_there(packet: str) -> bool:
-    return hasattr(torch.ops.aten, packet)
-
-
-class Memory(NamedTuple):
-    """Bytes that :class:`batch_invariant` holds."""
-
-    #: Of packed copies of weights.
-    packed: int
-    #: Of the weights themselves that were let go.
-    released: int
 
 
 class _Process:
@@ -205,12 +192,7 @@ class batch_invariant(ContextDecorator):
             self._entered.append(stack.pop_all())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered.pop().close()
 
     @classmethod
@@ -247,4 +229,4 @@ class batch_invariant(ContextDecorator):
     @staticmethod
     def memory() -> Memory:
         """Return the bytes of the packed copies, and of the weights that were let go."""
-        return Memory(*WEIGHTS.memory())
+        return WEIGHTS.memory()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from lmdecode._ops import ops
 
-__all__ = ["FORMATS", "PackedWeight", "PackedWeights", "owner_of"]
+__all__ = ["FORMATS", "Memory", "PackedWeight", "PackedWeights", "owner_of"]
 
 # The format of csrc/linear/packed_linear.h that holds the weights of a dtype without loss.
 FORMATS = {torch.float32: 0, torch.float16: 0, torch.bfloat16: 1}
@@ -25,16 +25,12 @@ class PackedWeight:
 
     packed: Tensor  # uint8 [bytes]
     format: int
-    outputs: tuple[int]  # (out_features,)
+    out_features: int
     in_features: int
     dtype: torch.dtype
     # Of the parameter, when it was packed.
     version: int = -1
     address: int = 0
-
-    @property
-    def out_features(self) -> int:
-        return self.outputs[0]
 
 
 def owner_of(weight: Tensor) -> Parameter | None:
@@ -44,9 +40,10 @@ def owner_of(weight: Tensor) -> Parameter | None:
 
 
 def _pack(weight: Tensor, version: int = -1, address: int = 0) -> PackedWeight:
-    dtype, (outputs, inputs) = weight.dtype, weight.shape
-    packed = ops.pack_linear.default(weight.detach().float(), FORMATS[dtype])
-    return PackedWeight(packed, FORMATS[dtype], (outputs,), inputs, dtype, version, address)
+    packed = ops.pack_linear.default(weight.detach().float(), FORMATS[weight.dtype])
+    outputs, inputs = weight.shape
+    format = FORMATS[weight.dtype]
+    return PackedWeight(packed, format, outputs, inputs, weight.dtype, version, address)
 
 
 @dataclass(slots=True)
@@ -60,6 +57,15 @@ class _Copies:
     # Whether its own memory was let go, or must stay as others read it.
     released: bool = False
     kept: bool = False
+
+
+class Memory(NamedTuple):
+    """Bytes that :class:`lmdecode.batch_invariant` holds."""
+
+    #: Of packed copies of weights.
+    packed: int
+    #: Of the weights themselves that were let go.
+    released: int
 
 
 class PackedWeights:
@@ -113,7 +119,7 @@ class PackedWeights:
                 copies.kept = True
                 self._restore(copies)
 
-    def memory(self) -> tuple[int, int]:
+    def memory(self) -> Memory:
         """Return the bytes of the packed copies, and of the originals that were let go."""
         packed = released = 0
         with self._lock:
@@ -123,7 +129,7 @@ class PackedWeights:
                     packed += whole.packed.nbytes
                     size = whole.out_features * whole.in_features * whole.dtype.itemsize
                     released += size if copies.released else 0
-        return packed, released
+        return Memory(packed, released)
 
     def release(self) -> None:
         """Let parameters go as they are packed, until as many calls of :meth:`restore`."""
