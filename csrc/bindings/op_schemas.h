@@ -196,6 +196,10 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"packed_linear.out(Tensor x, Tensor packed, int out_features, int format, Tensor? bias, "
      "int activation, Tensor? multiplier, Tensor? residual, *, Tensor(a!) out) -> ()",
      Devices::kCpuOnly},
+    // x [..., in_features] in float32, bfloat16 or float16, as the result.
+    {"packed_linear_rows(Tensor x, Tensor packed, int out_features, int format, Tensor? bias) -> "
+     "Tensor",
+     Devices::kCpuOnly},
     {"layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", Devices::kCpuOnly},
     {"rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", Devices::kCpuOnly},
     // embedding [vocab, model_size]; weights: the memory of a packed decoder, which begins with its

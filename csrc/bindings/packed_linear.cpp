@@ -8,6 +8,7 @@
 #include <limits>
 #include <new>
 #include <tuple>
+#include <vector>
 
 #include "bindings/packed_weight_checks.h"
 #include "common/huge_pages.h"
@@ -25,6 +26,7 @@ constexpr char kDequantizeGgufOp[] = "dequantize_gguf";
 constexpr char kRepackOp[] = "repack_linear";
 constexpr char kUnpackOp[] = "unpack_linear";
 constexpr char kLinearOp[] = "packed_linear";
+constexpr char kRowsOp[] = "packed_linear_rows";
 constexpr char kBatchedOp[] = "batched_matmul";
 
 LinearFormat checked_format(const char* op, int64_t format) {
@@ -395,6 +397,28 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
            });
 }
 
+// linear() for x [..., in_features] of any dtype of floats, which the result has.
+Tensor linear_rows(const Tensor& x, const Tensor& packed, int64_t out_features, int64_t format,
+                   const OptionalTensor& bias) {
+  if (x.dim() == 0) fail(kRowsOp, "x has shape []; expected [..., in_features]");
+  float_dtype(kRowsOp, "x", x);
+  const ScalarType dtype = x.scalar_type();
+  const auto in_dtype = [](const Tensor& tensor, ScalarType wanted) {
+    return tensor.scalar_type() == wanted ? tensor : torch::stable::to(tensor, wanted);
+  };
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  const int64_t features = sizes.back();
+  sizes.pop_back();
+  int64_t rows = 1;
+  for (const int64_t size : sizes) rows *= size;
+  sizes.push_back(out_features);
+  Tensor flat = in_dtype(x, ScalarType::Float);
+  if (x.dim() != 2) flat = torch::stable::reshape(flat, {rows, features});
+  const OptionalTensor added = bias ? in_dtype(*bias, ScalarType::Float) : bias;
+  const Tensor y = linear(flat, packed, out_features, format, added, 0, std::nullopt, std::nullopt);
+  return torch::stable::view(in_dtype(y, dtype), sizes);
+}
+
 // Item by item what pack_linear and packed_linear do, with all of an item in scratch.
 Tensor batched(const Tensor& a, const Tensor& b, int64_t format) {
   check_rank(kBatchedOp, "a", a, 3, "[batch, rows, inner]");
@@ -443,6 +467,7 @@ STABLE_TORCH_LIBRARY_IMPL(lmdecode, CPU, m) {
   m.impl("dequantize_gguf", TORCH_BOX(&lmdecode::linear::dequantize));
   m.impl("packed_linear", TORCH_BOX(&lmdecode::linear::linear));
   m.impl("packed_linear.out", TORCH_BOX(&lmdecode::linear::linear_out));
+  m.impl("packed_linear_rows", TORCH_BOX(&lmdecode::linear::linear_rows));
   m.impl("unpack_linear", TORCH_BOX(&lmdecode::linear::unpack));
   m.impl("batched_matmul", TORCH_BOX(&lmdecode::linear::batched));
 }

@@ -301,6 +301,11 @@ def _packed_linear(x, out_features, **_):
     return _empty(x, x.shape[0], out_features)
 
 
+@_returns("packed_linear_rows")
+def _packed_linear_rows(x, out_features, **_):
+    return _empty(x, *x.shape[:-1], out_features)
+
+
 @_returns("layer_norm", "rms_norm")
 def _norm(x, **_):
     return _empty(x, *x.shape)

@@ -59,6 +59,11 @@ def unpack(number: int) -> Call:
     return Call(OPS.unpack_linear, pack(number)(), *WEIGHT.shape, number)
 
 
+def rows_of(number: int, dtype: torch.dtype) -> Call:
+    x, bias = X.reshape(1, *X.shape).to(dtype), BIAS.to(dtype)
+    return Call(OPS.packed_linear_rows, x, pack(number)(), 20, number, bias)
+
+
 def batched(number: int, batch: int = 3, rows: int = 5, inner: int = 30, columns: int = 20) -> Call:
     a, b = randn(batch, rows, inner), randn(batch, inner, columns, seed=1)
     return Call(OPS.batched_matmul, a, b, number)
@@ -110,6 +115,14 @@ CONTRACTS = [
     Contract(
         "packed_linear", of_formats(product), compiles=False, has_fakes=False, strided=(0,),
         many=large_products, rows=(0, 6, 7),
+    ),
+    Contract(
+        "packed_linear_rows",
+        {
+            f"{number}, {dtype}": partial(rows_of, number, dtype)
+            for number in (0, 1) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        },
+        compiles=False, has_fakes=False, strided=(0, 4),
     ),
     Contract("unpack_linear", {str(number): partial(unpack, number) for number in ROUNDED},
              compiles=False),

@@ -42,6 +42,11 @@ def packed_before(packed: Any = PACKED, bias: Any = None, in_features: Any = 30,
 OVERLAPPING = torch.ones(200)
 A3, B3 = torch.ones(2, 5, 30), torch.ones(2, 30, 20)
 WRONG = [
+    (r"x has shape \[\]", lambda: OPS.packed_linear_rows(X[0, 0], PACKED, 20, 0, None)),
+    ("x has dtype float64", lambda: OPS.packed_linear_rows(X.double(), PACKED, 20, 0, None)),
+    (r"bias has shape \[19\]", lambda: OPS.packed_linear_rows(X, PACKED, 20, 0, B[:19])),
+    (r"packed is a weight of shape \[20, 30\]; expected \[20, 29\]",
+     lambda: OPS.packed_linear_rows(X[:, 1:], PACKED, 20, 0, None)),
     (r"a has shape \[5, 30\]", lambda: OPS.batched_matmul(X, B3, 0)),
     (r"b has shape \[2, 20, 30\]", lambda: OPS.batched_matmul(A3, B3.mT, 0)),
     (r"b has shape \[1, 30, 20\]", lambda: OPS.batched_matmul(A3, B3[:1], 0)),

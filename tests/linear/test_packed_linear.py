@@ -41,6 +41,18 @@ def test_a_weight_that_has_been_packed(dtype: str, has_bias: bool) -> None:
     assert_same_bits(again(normal(3, 70, seed=1)), layer(normal(3, 70, seed=1)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(70,), (3, 70), (2, 3, 70), (0, 70), (2, 1, 3, 70)])
+def test_packed_linear_rows(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The bits of a packed layer, rounded once to the dtype of x, whatever its rank."""
+    layer = PackedLinear(normal(17, 70).to(dtype), normal(17).to(dtype))
+    x = normal(*shape, seed=2).to(dtype)
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    got = torch.ops.lmdecode.packed_linear_rows(x, layer.packed, 17, 0, bias)
+    assert got.dtype == dtype
+    assert_same_bits(got.float(), layer(x.float()).to(dtype).float())
+
+
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("sizes", [(3, 5, 70, 20), (1, 300, 70, 131), (40, 1, 1, 1), (2, 3, 0, 4)])
 def test_batched_matmul(number: int, sizes: tuple[int, int, int, int]) -> None:

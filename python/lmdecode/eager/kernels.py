@@ -21,7 +21,7 @@ WEIGHTS = PackedWeights()
 Kernel = Callable[..., Any]
 #: By the name of the operator, such as ``"sum.dim_IntList"``.
 KERNELS: dict[str, Kernel] = {}
-_packed_linear = ops.packed_linear.default
+_packed_linear_rows = ops.packed_linear_rows.default
 _batched_matmul = ops.batched_matmul.default
 
 
@@ -45,23 +45,9 @@ def _taken(first: Tensor, *others: Tensor | None) -> bool:
 # --- Products -------------------------------------------------------------------------------------
 
 
-def _rows_by(
-    found: PackedWeight, x: Tensor, bias: Tensor | None = None, dtype: Any = None
-) -> Tensor:
+def _rows_by(found: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, ``[..., out_features]``, for x ``[..., in_features]``."""
-    if dtype is None:
-        dtype = x.dtype
-    shape, flat = x.shape, x.dim() == 2
-    rows = x if flat else x.reshape(math.prod(shape[:-1]), shape[-1])
-    if x.dtype is not torch.float32:
-        rows = rows.float()
-        bias = bias if bias is None else bias.float()
-    y = _packed_linear(
-        rows, found.packed, found.out_features, found.format, bias, 0, None, None
-    )  # fmt: skip
-    if dtype is not torch.float32:
-        y = y.to(dtype)
-    return y if flat else y.view(*shape[:-1], found.out_features)
+    return _packed_linear_rows(x, found.packed, found.out_features, found.format, bias)
 
 
 @_kernel("linear")
@@ -80,10 +66,10 @@ def _linear(torchs: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None = Non
     return _rows_by(found, x, bias)
 
 
-def _product(a: Tensor, b: Tensor, **options: Any) -> Tensor:
-    """Return ``a @ b`` for ``[rows, inner]`` and ``[inner, columns]``."""
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias`` for ``[rows, inner]`` and ``[inner, columns]``."""
     WEIGHTS.keep(b)
-    return _rows_by(WEIGHTS.of(b.t(), owner_of(b)), a, **options)
+    return _rows_by(WEIGHTS.of(b.t(), owner_of(b)), a, bias)
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
@@ -122,8 +108,8 @@ def _addmm(
     if not _fits(a, b) or not _expands(to, a, b):
         return torchs(to, a, b, beta=beta, alpha=alpha)
     if beta == 1 and alpha == 1 and to.shape == b.shape[1:]:
-        return _product(a, b, bias=to)
-    return _added(to, _product(a, b, dtype=torch.float32), beta, alpha)
+        return _product(a, b, to)
+    return _added(to, _product(a.float(), b), beta, alpha)
 
 
 def _batched(a: Tensor, b: Tensor) -> Tensor:
@@ -169,16 +155,22 @@ def _grouped_mm(
     torchs: Kernel, a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    if not _taken(a, b, bias) or a.dim() != 2 or b.dim() != 3 or offs is None:
+    if (
+        not _taken(a, b, bias)
+        or a.dim() != 2
+        or b.dim() != 3
+        or offs is None
+        or out_dtype not in (None, a.dtype)
+    ):
         return torchs(a, b, offs, bias, out_dtype)
     WEIGHTS.keep(b)
     owner, begin = owner_of(b), 0
-    out = a.new_zeros(a.shape[0], b.shape[2], dtype=out_dtype or a.dtype)
+    out = a.new_zeros(a.shape[0], b.shape[2])
     for group, end in enumerate(offs.tolist()):
         if end > begin:
             of_group = None if bias is None else bias[group]
             found = WEIGHTS.of(b[group].t(), owner)
-            out[begin:end] = _rows_by(found, a[begin:end], of_group, dtype=out.dtype)
+            out[begin:end] = _rows_by(found, a[begin:end], of_group)
         begin = end
     return out
 
@@ -251,6 +243,8 @@ def _by_rows(torchs: Kernel, x: Tensor, given: dict[str, Any]) -> Any:
 
 
 def _reduction(names: list[str], torchs: Kernel, x: Tensor, *args: Any, **options: Any) -> Any:
+    if args[:1] == ([-1],) and x.dim() > 0 and x.shape[-1] <= _GRAIN and x.is_contiguous():
+        return torchs(x, *args, **options)
     return _by_rows(torchs, x, dict(zip(names, args, strict=False)) | options)
 
 
