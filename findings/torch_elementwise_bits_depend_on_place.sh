@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# torch 2.13.0, on the CPU: the bits of silu, gelu, pow and others depend on where an element stands.
+# torch 2.13.0, on the CPU: the bits of silu, gelu, pow and others depend on an element's place.
 #
 # A kernel computes most of a tensor in a loop of vectors, and what is left at the end one by one,
-# with other code: for float32 of silu, gelu, sigmoid, softplus, elu, mish, sinh, cosh, exp2 and pow,
+# with other code: for float32 of silu, gelu, sigmoid, softplus, elu, mish, sinh, cosh, exp2, pow,
 # for bfloat16 and float16 of rsqrt and of add with an alpha. Each thread has an end of its own, so
 # that the bits depend on the number of threads, too. exp, tanh, log, erf, sin and cos have one code
 # for both, and each number has the same bits everywhere.
@@ -49,7 +49,8 @@ def differ(op, dtype):
 
 threads = 0
 for dtype, ops in (
-    (torch.float32, placed), (torch.bfloat16, halves), (torch.float16, halves), (torch.float32, free)
+    (torch.float32, placed), (torch.bfloat16, halves), (torch.float16, halves),
+    (torch.float32, free),
 ):
     for name, op in ops.items():
         by_place, by_threads = differ(op, dtype)
