@@ -174,6 +174,7 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
     "beam": {"sampling", *OPS},
     "beam/scorers": {"beam", *OPS},
     "beam/engine": {*AREAS, *OPS},
+    "eager": {"linear", "attention", *OPS},
     "models": {"linear", *OPS},
     "decoder": {*AREAS, "beam/engine", "models", *OPS},
     "quality": {"models", "decoder", *OPS},
@@ -205,7 +206,7 @@ PYTHON_ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 # A folder's __init__ is its shop window: it may show what stands above it in the same folder.
 WINDOWS = {
-    "": {"system", "store", "decoding", "speech", *CORE},
+    "": {"eager", "system", "store", "decoding", "speech", *CORE},
     "beam": {"beam/engine", "beam/scorers"},
 }
 SUBAREAS = {area for area in PYTHON_ALLOWED if "/" in area}

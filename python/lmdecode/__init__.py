@@ -201,8 +201,8 @@ __all__ = [
 
 
 _AREAS = (
-    "attention", "beam", "compat", "decoder", "formats", "integrations", "kv_cache", "linear",
-    "models", "readers", "reference", "sampling", "serving", "speech", "store",
+    "attention", "beam", "compat", "decoder", "eager", "formats", "integrations", "kv_cache",
+    "linear", "models", "readers", "reference", "sampling", "serving", "speech", "store",
 )  # fmt: skip
 
 
