@@ -3,7 +3,8 @@
 #
 # sum(-1), mean(-1) and F.rms_norm of [1, 40000] cut the row between threads and add up the parts.
 # Of [32, 40000] each row is one thread's. So with two threads or more a row has other bits alone
-# than in a batch, and alone other bits than with one thread. Rows of up to 32,768 elements are not cut.
+# than in a batch, and alone other bits than with one thread. Rows of up to 32,768 elements are
+# not cut.
 # softmax, log_softmax and layer_norm take a row as a whole: they have no such problem.
 #
 # Seen: with two threads 22 of 32 rows have another sum alone than in the batch, with one none.
@@ -36,7 +37,7 @@ for size in (32_768, 40_000):
             batches[threads] = op(x)
         alone = int((rows[2] != batches[2]).any(1).sum())
         by_threads = int((rows[2] != rows[1]).any(1).sum())
-        print(f"{size:,} {name:>11}: of 32 rows {alone:>2} differ alone, {by_threads:>2} by threads")
+        print(f"{size:,} {name:>11}: of 32 rows {alone} differ alone, {by_threads} by threads")
         assert torch.equal(rows[1], batches[1]) and torch.equal(batches[1], batches[2])
         cuts = name in cut and size > 32_768
         assert (alone > 0 and by_threads > 0) if cuts else alone == by_threads == 0
