@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -201,6 +201,12 @@ def _grouped_mm(
 # --- Attention ------------------------------------------------------------------------------------
 
 
+@cache
+def _no_slopes(heads: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(heads, dtype=torch.float32, device="cpu")
+
+
 @_kernel("scaled_dot_product_attention")
 def _attention(
     torchs: Kernel,
@@ -243,6 +249,12 @@ def _attention(
     elif is_causal and q.shape[-2] != k.shape[-2]:
         # The first query sees the first key alone.
         options["q_positions"] = torch.arange(q.shape[-2], device="cpu")
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    if abs(math.frexp(scale)[0]) != 0.5:
+        # A scale that rounds is multiplied as without a mask where all rows of a batch have the
+        # mask of a window, and apart from the rest elsewhere: slopes of 0 are elsewhere.
+        options["alibi_slopes"] = _no_slopes(q4.shape[1])
     out = sliding_window_attention(q4, k4, v4, scale=scale, **options)
     return out.view(*q.shape[:-1], v.shape[-1])
 
