@@ -300,26 +300,24 @@ for _name, _arguments in {
     KERNELS[_name] = partial(_reduction, _arguments)
 
 
-@_kernel("sum")
-def _sum(torchs: Kernel, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return (
-        torch.sum(x, dim=list(range(x.dim())), dtype=dtype) if x.dim() else torchs(x, dtype=dtype)
-    )
+def _of_all(call: Kernel, torchs: Kernel, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return call(x, dim=list(range(x.dim())), dtype=dtype) if x.dim() else torchs(x, dtype=dtype)
 
 
-@_kernel("mean")
-def _mean(torchs: Kernel, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return (
-        torch.mean(x, dim=list(range(x.dim())), dtype=dtype) if x.dim() else torchs(x, dtype=dtype)
-    )
+KERNELS |= {"sum": partial(_of_all, torch.sum), "mean": partial(_of_all, torch.mean)}
 
 
 @_kernel("_softmax", "_log_softmax")
 def _softmax(torchs: Kernel, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    """Along the last dimension torch computes each row by itself."""
-    if dim in (-1, x.dim() - 1) or not -x.dim() <= dim < x.dim():
-        return torchs(x.contiguous(), dim, half_to_float)
-    return torchs(x.movedim(dim, -1).contiguous(), -1, half_to_float).movedim(-1, dim)
+    """Torch computes rows side by side each by itself, and has other sums for short ones."""
+    if x.numel() == 0 or not -x.dim() <= dim < x.dim():
+        return torchs(x, dim, half_to_float)
+    size = x.shape[dim]
+    rest = max(16 - size, 0) if x.dtype.itemsize > 2 else -size % _VECTORS
+    rows = x.movedim(dim, -1)
+    if rest > 0:
+        rows = torch.nn.functional.pad(rows, (0, rest), value=-math.inf)
+    return torchs(rows.contiguous(), -1, half_to_float)[..., :size].movedim(-1, dim).contiguous()
 
 
 # --- Elements -------------------------------------------------------------------------------------
@@ -343,7 +341,8 @@ def _elementwise(torchs: Kernel, *args: Any, **options: Any) -> Any:
         return torchs(*args, **options)
     padded = iter([torch.cat([t.reshape(size), t.new_ones(rest)]) for t in tensors])
     args = tuple(next(padded) if isinstance(a, Tensor) else a for a in args)
-    return torchs(*args, **options)[:size].view(x.shape)
+    out = torchs(*args, **options)[:size].view(x.shape)
+    return out if x.is_contiguous() else torch.empty_like(x, dtype=out.dtype).copy_(out)
 
 
 for _name in """
