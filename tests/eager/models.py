@@ -76,14 +76,15 @@ EXPERTS = ("qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "mixtral", "qwen2_moe"
 
 @functools.cache
 def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    with torch.random.fork_rng(devices=[]):
+    # Changes of what is made in inference mode cannot be told.
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         if name in CAUSAL:
             variant, more = CAUSAL[name]
             made = model_of(random_config(name, variant, **more))
         else:
             kind, arguments = OTHERS[name]
             made = noisy_norms(seeded_model(kind, 3, **arguments))
-    return made.to(dtype)
+        return made.to(dtype)
 
 
 def texts(count: int) -> torch.Tensor:

@@ -99,15 +99,19 @@ def test_padded_rows_have_the_bits_that_they_have_alone(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "qwen3_moe"])
 def test_experts_have_the_bits_that_they_have_alone(
     name: str, experts: str, dtype: torch.dtype
 ) -> None:
-    made = copy.deepcopy(attending(name, dtype, "eager"))
+    made = attending(name, dtype, "eager")
+    usual = made.config._experts_implementation
     made.set_experts_implementation(experts)
-    with batch_invariant():
-        assert_rows_alone(made, texts(33))
+    try:
+        with batch_invariant():
+            assert_rows_alone(made, texts(33))
+    finally:
+        made.set_experts_implementation(usual)
 
 
 def log_probabilities(

@@ -145,27 +145,29 @@ def _baddbmm(
     return _added(to, _batched(a, b), beta, alpha, a.dtype)
 
 
+def _fits_vector(matrix: Tensor, vector: Tensor) -> bool:
+    return _taken(matrix, vector) and matrix.dim() == 2 and vector.shape == matrix.shape[1:]
+
+
+def _times(matrix: Tensor, vector: Tensor, dtype: torch.dtype) -> Tensor:
+    WEIGHTS.keep(matrix)
+    return _rows_by(WEIGHTS.of(matrix, owner_of(matrix)), vector, dtype=dtype)
+
+
 @_kernel("mv")
 def _mv(torchs: Kernel, matrix: Tensor, vector: Tensor) -> Tensor:
-    if not _taken(matrix, vector) or matrix.dim() != 2 or vector.shape != matrix.shape[1:]:
-        return torchs(matrix, vector)
-    WEIGHTS.keep(matrix)
-    return _rows_by(WEIGHTS.of(matrix, owner_of(matrix)), vector)
+    fits = _fits_vector(matrix, vector)
+    return _times(matrix, vector, vector.dtype) if fits else torchs(matrix, vector)
 
 
 @_kernel("addmv")
 def _addmv(
     torchs: Kernel, to: Tensor, matrix: Tensor, vector: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    if (
-        not _taken(to, matrix, vector) or matrix.dim() != 2 or vector.shape != matrix.shape[1:]
-        or not _expands(to, (matrix.shape[0],))
-    ):  # fmt: skip
+    fits = _fits_vector(matrix, vector) and to.dtype is vector.dtype
+    if not fits or not _expands(to, (matrix.shape[0],)):
         return torchs(to, matrix, vector, beta=beta, alpha=alpha)
-    WEIGHTS.keep(matrix)
-    found = WEIGHTS.of(matrix, owner_of(matrix))
-    product = _rows_by(found, vector, dtype=torch.float32)
-    return _added(to, product, beta, alpha, vector.dtype)
+    return _added(to, _times(matrix, vector, torch.float32), beta, alpha, vector.dtype)
 
 
 @_kernel("dot", "vdot")
@@ -268,9 +270,12 @@ _GRAIN = 32768
 def _by_rows(torchs: Kernel, x: Tensor, given: dict[str, Any]) -> Any:
     """Reduce rows that lie side by side, and never a long one alone."""
     dims = given.get("dim")
-    wanted = sorted(d % max(x.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims or ()))
-    wanted = wanted or list(range(x.dim()))
-    if not x.is_floating_point() or x.numel() == 0 or len(set(wanted)) != len(wanted):
+    asked = [dims] if isinstance(dims, int) else list(dims or range(x.dim()))
+    wanted = sorted(d % max(x.dim(), 1) for d in asked)
+    if (
+        not x.is_floating_point() or x.numel() == 0 or len(set(wanted)) != len(wanted)
+        or not all(-x.dim() <= d < x.dim() for d in asked)
+    ):  # fmt: skip
         return torchs(x, **given)
     size = math.prod(x.shape[d] for d in wanted)
     rows = x.numel() // size
@@ -310,7 +315,7 @@ KERNELS |= {"sum": partial(_of_all, torch.sum), "mean": partial(_of_all, torch.m
 @_kernel("_softmax", "_log_softmax")
 def _softmax(torchs: Kernel, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """Torch computes rows side by side each by itself, and has other sums for short ones."""
-    if x.numel() == 0 or not -x.dim() <= dim < x.dim():
+    if not x.is_floating_point() or x.numel() == 0 or not -x.dim() <= dim < x.dim():
         return torchs(x, dim, half_to_float)
     size = x.shape[dim]
     rest = max(16 - size, 0) if x.dtype.itemsize > 2 else -size % _VECTORS
