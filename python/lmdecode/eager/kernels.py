@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -133,21 +133,26 @@ def _baddbmm(
 # Vectors are matrices of a column.
 
 
+def _fits_vector(a: Tensor, b: Tensor) -> bool:
+    return b.dim() == 1 and a.dim() == 2 and _fits(a, b[:, None])
+
+
 @_kernel("mv")
 def _mv(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b[:, None])[:, 0] if _fits(a, b[:, None]) else torchs(a, b)
+    return torch.mm(a, b[:, None])[:, 0] if _fits_vector(a, b) else torchs(a, b)
 
 
 @_kernel("addmv")
 def _addmv(torchs: Kernel, to: Tensor, a: Tensor, b: Tensor, **options: Any) -> Tensor:
-    if not _fits(a, b[:, None]) or not _expands(to[..., None], a, b[:, None]):
+    if not _fits_vector(a, b) or not _expands(to[..., None], a, b[:, None]):
         return torchs(to, a, b, **options)
     return torch.addmm(to[..., None], a, b[:, None], **options)[:, 0]
 
 
 @_kernel("dot", "vdot")
 def _dot(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
-    return _mm(torchs, a[None], b[:, None])[0, 0] if _fits(a[None], b[:, None]) else torchs(a, b)
+    fits = a.dim() == 1 and _fits_vector(a[None], b)
+    return _product(a[None], b[:, None])[0, 0] if fits else torchs(a, b)
 
 
 @_kernel("_grouped_mm")
@@ -176,6 +181,12 @@ def _grouped_mm(
 
 
 # --- Attention ------------------------------------------------------------------------------------
+
+
+@cache
+def _no_slopes(heads: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(heads, dtype=torch.float32, device="cpu")
 
 
 @_kernel("scaled_dot_product_attention")
@@ -212,6 +223,12 @@ def _attention(
     elif is_causal and q.shape[-2] != k.shape[-2]:
         # The first query sees the first key alone.
         options["q_positions"] = torch.arange(q.shape[-2], device="cpu")
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    if abs(math.frexp(scale)[0]) != 0.5:
+        # A scale that rounds is multiplied as without a mask where all rows of a batch have the
+        # mask of a window, and apart from the rest elsewhere: slopes of 0 are elsewhere.
+        options["alibi_slopes"] = _no_slopes(q4.shape[1])
     out = sliding_window_attention(q4, k4, v4, scale=scale, **options)
     return out.view(*q.shape[:-1], v.shape[-1])
 
@@ -225,9 +242,12 @@ _GRAIN = 32768
 def _by_rows(torchs: Kernel, x: Tensor, given: dict[str, Any]) -> Any:
     """Reduce rows that lie side by side, and never a long one alone."""
     dims = given.get("dim")
-    wanted = sorted(d % max(x.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims or ()))
-    wanted = wanted or list(range(x.dim()))
-    if not x.is_floating_point() or x.numel() == 0 or len(set(wanted)) != len(wanted):
+    asked = [dims] if isinstance(dims, int) else list(dims or range(x.dim()))
+    wanted = sorted(d % max(x.dim(), 1) for d in asked)
+    if (
+        not x.is_floating_point() or x.numel() == 0 or len(set(wanted)) != len(wanted)
+        or not all(-x.dim() <= d < x.dim() for d in asked)
+    ):  # fmt: skip
         return torchs(x, **given)
     size = math.prod(x.shape[d] for d in wanted)
     rows = x.numel() // size
@@ -259,26 +279,24 @@ for _name, _arguments in {
     KERNELS[_name] = partial(_reduction, _arguments)
 
 
-@_kernel("sum")
-def _sum(torchs: Kernel, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return (
-        torch.sum(x, dim=list(range(x.dim())), dtype=dtype) if x.dim() else torchs(x, dtype=dtype)
-    )
+def _of_all(call: Kernel, torchs: Kernel, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return call(x, dim=list(range(x.dim())), dtype=dtype) if x.dim() else torchs(x, dtype=dtype)
 
 
-@_kernel("mean")
-def _mean(torchs: Kernel, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return (
-        torch.mean(x, dim=list(range(x.dim())), dtype=dtype) if x.dim() else torchs(x, dtype=dtype)
-    )
+KERNELS |= {"sum": partial(_of_all, torch.sum), "mean": partial(_of_all, torch.mean)}
 
 
 @_kernel("_softmax", "_log_softmax")
 def _softmax(torchs: Kernel, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    """Along the last dimension torch computes each row by itself."""
-    if dim in (-1, x.dim() - 1) or not -x.dim() <= dim < x.dim():
-        return torchs(x.contiguous(), dim, half_to_float)
-    return torchs(x.movedim(dim, -1).contiguous(), -1, half_to_float).movedim(-1, dim)
+    """Torch computes rows side by side each by itself, and has other sums for short ones."""
+    if not x.is_floating_point() or x.numel() == 0 or not -x.dim() <= dim < x.dim():
+        return torchs(x, dim, half_to_float)
+    size = x.shape[dim]
+    rest = max(16 - size, 0) if x.dtype.itemsize > 2 else -size % _VECTORS
+    rows = x.movedim(dim, -1)
+    if rest > 0:
+        rows = torch.nn.functional.pad(rows, (0, rest), value=-math.inf)
+    return torchs(rows.contiguous(), -1, half_to_float)[..., :size].movedim(-1, dim).contiguous()
 
 
 # --- Elements -------------------------------------------------------------------------------------
@@ -302,7 +320,8 @@ def _elementwise(torchs: Kernel, *args: Any, **options: Any) -> Any:
         return torchs(*args, **options)
     padded = iter([torch.cat([t.reshape(size), t.new_ones(rest)]) for t in tensors])
     args = tuple(next(padded) if isinstance(a, Tensor) else a for a in args)
-    return torchs(*args, **options)[:size].view(x.shape)
+    out = torchs(*args, **options)[:size].view(x.shape)
+    return out if x.is_contiguous() else torch.empty_like(x, dtype=out.dtype).copy_(out)
 
 
 for _name in """

@@ -41,13 +41,30 @@ def _refusing(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _writing(name: str, into: str) -> Callable[..., Any]:
+def _taking_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel of two tensors for what torch gives it: numbers, where users gave these."""
+
+    def call(a: Any, b: Any, **options: Any) -> Any:
+        dtype = torch.result_type(a, b)
+        pair = [
+            x if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype, device="cpu")
+            for x in (a, b)
+        ]
+        return kernel(*pair, **options)
+
+    return call
+
+
+def _writing(name: str, into: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
     """Return the kernel of ``name`` whose result goes into the first argument, or into ``out``."""
     call = overload(name)
 
     def kernel(*args: Any, **options: Any) -> Tensor:
-        out = args[0] if into == "self" else options.pop("out")
+        given = options
+        out = args[0] if into == "self" else (options := dict(options)).pop("out")
         result = call(*args, **options)
+        if out.dtype is not result.dtype:
+            torchs(*args, **given)  # which refuses some
         if into == "out" and out.shape != result.shape:
             out.resize_(result.shape)
         return out.copy_(result)
@@ -65,8 +82,12 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     kernels: dict[str, Callable[..., Any]] = {}
+
+    def of_torch(name: str) -> Callable[..., Any]:
+        return partial(torch.library.get_kernel(f"aten::{name}", _CPU).call_boxed, keys)
+
     for name, kernel in KERNELS.items():
-        torchs = partial(torch.library.get_kernel(f"aten::{name}", _CPU).call_boxed, keys)
+        torchs = of_torch(name)
         kernels[name] = _refusing(name, partial(kernel, torchs))
         packet = name.partition(".")[0]
         for other in (packet, f"{packet}_"):
@@ -80,7 +101,10 @@ def _kernels() -> dict[str, Callable[..., Any]]:
                 if _takes(schema) == _takes(overload(name)._schema) and has_kernel(
                     f"aten::{writer}", _CPU
                 ):
-                    kernels[writer] = _writing(name, into)
+                    kernels[writer] = _writing(name, into, of_torch(writer))
+    for name in kernels:
+        if name.startswith(("pow", "xlogy")) and "Scalar" not in name:
+            kernels[name] = _taking_numbers(kernels[name])
     return kernels
 
 
