@@ -25,7 +25,10 @@ _BART = {
     "decoder_start_token_id": 2,
 }  # fmt: skip
 # torch._grouped_mm refuses strides that are no multiple of 16 bytes.
-_GROUPED = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8}
+_GROUPED = {
+    "hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 5, "num_key_value_heads": 1,
+    "head_dim": 8,
+}  # fmt: skip
 _EXPERTS = {**_GROUPED, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 # Of causal_models: a variant, and more entries.

@@ -51,7 +51,7 @@ def assert_rows_alone(made: Any, ids: Tensor) -> None:
             torch.set_num_threads(threads)
             place = (row + threads) % count
             others = [i for i in range(len(ids)) if i != row][: count - 1]
-            company = others[:place] + [row] + others[place:]
+            company = [*others[:place], row, *others[place:]]
             assert torch.equal(logits(made, ids[company])[place], alone), (row, count, threads)
     torch.set_num_threads(2)
 
@@ -93,7 +93,8 @@ def test_padded_rows_have_the_bits_that_they_have_alone(name: str, dtype: torch.
             for row, length in enumerate(lengths):
                 alone = logits(made, ids[row : row + 1], mask[row : row + 1])[0]
                 assert torch.equal(together[row, :length], alone[:length]), (attention, row)
-                if not made.config.is_encoder_decoder:  # whose decoders have the text backwards
+                # Decoders have the text backwards; a sink stands behind the keys, padding or not.
+                if not made.config.is_encoder_decoder and name != "gpt_oss":
                     short = logits(made, ids[row : row + 1, :length])[0]
                     assert torch.equal(short, alone[:length]), (attention, row)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,13 +142,6 @@ def _mv(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b[:, None])[:, 0] if _fits_vector(a, b) else torchs(a, b)
 
 
-@_kernel("addmv")
-def _addmv(torchs: Kernel, to: Tensor, a: Tensor, b: Tensor, **options: Any) -> Tensor:
-    if not _fits_vector(a, b) or not _expands(to[..., None], a, b[:, None]):
-        return torchs(to, a, b, **options)
-    return torch.addmm(to[..., None], a, b[:, None], **options)[:, 0]
-
-
 @_kernel("dot", "vdot")
 def _dot(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
     fits = a.dim() == 1 and _fits_vector(a[None], b)
@@ -181,12 +174,6 @@ def _grouped_mm(
 
 
 # --- Attention ------------------------------------------------------------------------------------
-
-
-@cache
-def _no_slopes(heads: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros(heads, dtype=torch.float32, device="cpu")
 
 
 @_kernel("scaled_dot_product_attention")
@@ -228,7 +215,7 @@ def _attention(
     if abs(math.frexp(scale)[0]) != 0.5:
         # A scale that rounds is multiplied as without a mask where all rows of a batch have the
         # mask of a window, and apart from the rest elsewhere: slopes of 0 are elsewhere.
-        options["alibi_slopes"] = _no_slopes(q4.shape[1])
+        options["alibi_slopes"] = torch.zeros(q4.shape[1], dtype=torch.float32, device="cpu")
     out = sliding_window_attention(q4, k4, v4, scale=scale, **options)
     return out.view(*q.shape[:-1], v.shape[-1])
 
@@ -306,28 +293,20 @@ def _softmax(torchs: Kernel, x: Tensor, dim: int, half_to_float: bool) -> Tensor
 _VECTORS = 64
 
 
-def _elementwise(torchs: Kernel, *args: Any, **options: Any) -> Any:
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    x = tensors[0]
-    if not all(t.is_floating_point() and t.layout is torch.strided for t in tensors):
-        return torchs(*args, **options)
-    if len(tensors) > 1:
-        tensors = list(torch.broadcast_tensors(*tensors))
-        x = tensors[0]
+def _elementwise(torchs: Kernel, x: Tensor, *args: Any, **options: Any) -> Tensor:
     size = x.numel()
     rest = -size % (_VECTORS * min(torch.get_num_threads(), max(-(-size // _GRAIN), 1)))
-    if rest == 0 and all(t.is_contiguous() for t in tensors):
-        return torchs(*args, **options)
-    padded = iter([torch.cat([t.reshape(size), t.new_ones(rest)]) for t in tensors])
-    args = tuple(next(padded) if isinstance(a, Tensor) else a for a in args)
-    out = torchs(*args, **options)[:size].view(x.shape)
+    if not x.is_floating_point() or (rest == 0 and x.is_contiguous()):
+        return torchs(x, *args, **options)
+    padded = torch.cat([x.reshape(size), x.new_ones(rest)])
+    out = torchs(padded, *args, **options)[:size].view(x.shape)
     return out if x.is_contiguous() else torch.empty_like(x, dtype=out.dtype).copy_(out)
 
 
 for _name in """
-acos acosh asin asinh atan atan2 atanh celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1
-gelu hardsigmoid hardswish lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logit mish
-pow.Scalar pow.Tensor_Tensor selu sigmoid silu sin sinc sinh softplus tan tanh xlogy.Tensor
+acos acosh asin asinh atan atanh celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 gelu
+hardsigmoid hardswish lgamma log log10 log1p log2 log_sigmoid logit mish selu sigmoid silu sin sinc
+sinh softplus tan tanh
 """.split():
     KERNELS[_name] = _elementwise
 
@@ -344,12 +323,9 @@ def _power(torchs: Kernel, x: Tensor, exponent: Any) -> Tensor:
     return torchs(x, exponent) if exponent in (2, 3) else _elementwise(torchs, x, exponent)
 
 
-@_kernel("glu")
-def _glu(torchs: Kernel, x: Tensor, dim: int = -1) -> Tensor:
-    if not x.is_floating_point() or not -x.dim() <= dim < x.dim() or x.shape[dim] % 2:
-        return torchs(x, dim)
-    a, b = (x if x.dtype is torch.float64 else x.float()).chunk(2, dim)
-    return (a * torch.sigmoid(b)).to(x.dtype)
+@_kernel("pow.Scalar")
+def _power_of(torchs: Kernel, base: Any, x: Tensor) -> Tensor:
+    return _elementwise(partial(torchs, base), x)
 
 
 @_kernel("embedding")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import ContextDecorator, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from lmdecode._checks import check_no_gradient
 from lmdecode.eager.kernels import KERNELS, WEIGHTS
@@ -18,8 +17,6 @@ from lmdecode.eager.packed_weights import Memory
 from lmdecode.eager.strict import Strict
 
 __all__ = ["Memory", "batch_invariant"]
-
-_CPU = "CPU"
 
 
 def overload(name: str) -> Any:
@@ -41,115 +38,56 @@ def _refusing(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _taking_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel of two tensors for what torch gives it: numbers, where users gave these."""
-
-    def call(a: Any, b: Any, **options: Any) -> Any:
-        dtype = torch.result_type(a, b)
-        pair = [
-            x if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype, device="cpu")
-            for x in (a, b)
-        ]
-        return kernel(*pair, **options)
-
-    return call
-
-
-def _writing(name: str, into: str, torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel of ``name`` whose result goes into the first argument, or into ``out``."""
-    call = overload(name)
-
-    def kernel(*args: Any, **options: Any) -> Tensor:
-        given = options
-        out = args[0] if into == "self" else (options := dict(options)).pop("out")
-        result = call(*args, **options)
-        if out.dtype is not result.dtype:
-            torchs(*args, **given)  # which refuses some
-        if into == "out" and out.shape != result.shape:
-            out.resize_(result.shape)
-        return out.copy_(result)
-
-    return kernel
-
-
-def _takes(schema: Any) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
-
-
 @cache
 def _kernels() -> dict[str, Callable[..., Any]]:
-    """Return the kernels by operator, those that write to a tensor of the caller among them."""
+    """Return the kernels by operator, each with that of torch at hand."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    kernels: dict[str, Callable[..., Any]] = {}
+    torchs = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in KERNELS}
+    return {
+        name: _refusing(name, partial(kernel, partial(torchs[name].call_boxed, keys)))
+        for name, kernel in KERNELS.items()
+    }
 
-    def of_torch(name: str) -> Callable[..., Any]:
-        return partial(torch.library.get_kernel(f"aten::{name}", _CPU).call_boxed, keys)
 
-    for name, kernel in KERNELS.items():
-        torchs = of_torch(name)
-        kernels[name] = _refusing(name, partial(kernel, torchs))
-        packet = name.partition(".")[0]
-        for other in (packet, f"{packet}_"):
-            for of in getattr(getattr(torch.ops.aten, other, None), "overloads", list)():
-                writer = other if of == "default" else f"{other}.{of}"
-                schema = overload(writer)._schema
-                into = "self" if other != packet else "out"
-                # Torch sums into a tensor of its own for a mean.
-                if into == "out" and (schema.arguments[-1].name != "out" or packet == "sum"):
-                    continue
-                if _takes(schema) == _takes(overload(name)._schema) and has_kernel(
-                    f"aten::{writer}", _CPU
-                ):
-                    kernels[writer] = _writing(name, into, of_torch(writer))
-    for name in kernels:
-        if name.startswith(("pow", "xlogy")) and "Scalar" not in name:
-            kernels[name] = _taking_numbers(kernels[name])
-    return kernels
+@contextmanager
+def _replaced() -> Iterator[None]:
+    """Have the kernels in the place of torch's."""
+    fused, library = (
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.library.Library("aten", "IMPL"),
+    )
+    # Compiled code and the fused layers of torch.nn have loops of their own.
+    with torch.compiler.set_stance("force_eager"):
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that kernels of torch are replaced
+                for name, kernel in _kernels().items():
+                    library.impl(name, kernel, "CPU")
+            yield
+        finally:
+            library._destroy()
+            torch.backends.mha.set_fastpath_enabled(fused)
+            WEIGHTS.clear()
 
 
 class _Process:
-    """What stands in place of torch's kernels, while anybody asks for it."""
+    """Has the kernels replaced while anybody asks for it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._entered = 0
-        self._undo = ExitStack()
+        self._lock, self._stack, self.entered = threading.RLock(), ExitStack(), 0
 
-    @property
-    def active(self) -> bool:
-        return self._entered > 0
-
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
-            if self._entered == 0:
-                with ExitStack() as undo:
-                    self._install(undo)
-                    self._undo = undo.pop_all()
-            self._entered += 1
+            if self.entered == 0:
+                self._stack.enter_context(_replaced())
+            self.entered += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._entered -= 1
-            if self._entered == 0:
-                self._undo.close()
-
-    @staticmethod
-    def _install(undo: ExitStack) -> None:
-        undo.callback(WEIGHTS.clear)
-        # Compiled code has loops of its own.
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
-        # So do the fused layers of torch.nn.
-        undo.callback(
-            torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
-        )
-        torch.backends.mha.set_fastpath_enabled(False)
-        library = torch.library.Library("aten", "IMPL")
-        undo.callback(library._destroy)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels of torch are replaced
-            for name, kernel in _kernels().items():
-                library.impl(name, kernel, _CPU)
+            self.entered -= 1
+            if self.entered == 0:
+                self._stack.close()
 
 
 _process = _Process()
@@ -164,8 +102,7 @@ class batch_invariant(ContextDecorator):
     packed copies are kept until the last context is left. Torch's kernels are replaced for the
     whole process, so that other threads compute so, too. Gradients are refused.
 
-    As a context, a decorator, or for the process by :meth:`enable` and :meth:`disable`. Contexts
-    may be nested.
+    A context, which may be nested, or a decorator; :meth:`enable` is for the whole process.
 
     Parameters
     ----------
@@ -204,10 +141,13 @@ class batch_invariant(ContextDecorator):
         self._strict, self._release = strict, release
         self._entered: list[ExitStack] = []
 
+    def _recreate_cm(self) -> batch_invariant:
+        # Each call of a decorated function has a context of its own.
+        return type(self)(strict=self._strict, release=self._release)
+
     def __enter__(self) -> batch_invariant:
         with ExitStack() as stack:
-            _process.enter()
-            stack.callback(_process.leave)
+            stack.enter_context(_process)
             if self._release:
                 WEIGHTS.release()
                 stack.callback(WEIGHTS.restore)
@@ -248,7 +188,7 @@ class batch_invariant(ContextDecorator):
     @staticmethod
     def is_enabled() -> bool:
         """Return whether any context is entered, in any thread."""
-        return _process.active
+        return _process.entered > 0
 
     @staticmethod
     def memory() -> Memory:

@@ -106,7 +106,7 @@ class PackedWeights:
             if (found := self.known(weight)) is None:
                 found = copies.whole = _pack(weight, version, address)
                 copies.released = False
-            if self._releasing and not copies.kept and not copies.released:
+            if self._releasing and not (copies.kept or copies.released) and weight.is_contiguous():
                 copies.released = True
                 self._set(owner, torch.empty(0, dtype=owner.dtype, device="cpu"))
             return found
