@@ -57,17 +57,24 @@ PackedLinearShape checked_shape(const char* op, int64_t in_features, int64_t out
   return {in_features, out_features, checked};
 }
 
+// Frees the allocation that stands before a packed weight.
+void free_packed(void* packed) { std::free(static_cast<void**>(packed)[-1]); }
+
 // Memory for a packed weight: on huge pages as far as it fills them, so that a model takes no more
-// memory than its weights have bytes.
+// memory than its weights have bytes. posix_memalign of glibc before 2.38 cannot place a block
+// where one of its size was freed: weights packed again and again would take new memory each time.
 Tensor new_packed(size_t bytes) {
   const size_t alignment = bytes >= kHugePage ? kHugePage : 64;
-  void* memory = nullptr;
-  if (::posix_memalign(&memory, alignment, std::max<size_t>(bytes, 1)) != 0) throw std::bad_alloc();
+  void* const allocation = std::malloc(bytes + alignment + sizeof(void*));
+  if (allocation == nullptr) throw std::bad_alloc();
+  const uintptr_t first = reinterpret_cast<uintptr_t>(allocation) + sizeof(void*);
+  void* const memory = reinterpret_cast<void*>((first + alignment - 1) / alignment * alignment);
+  static_cast<void**>(memory)[-1] = allocation;
   if (bytes >= kHugePage) advise_huge_pages(memory, bytes / kHugePage * kHugePage);
   const int64_t sizes[] = {static_cast<int64_t>(bytes)}, strides[] = {1};
   return torch::stable::from_blob(memory, {sizes, 1}, {strides, 1},
                                   torch::stable::Device(torch::headeronly::DeviceType::CPU),
-                                  ScalarType::Byte, &std::free);
+                                  ScalarType::Byte, &free_packed);
 }
 
 // Throws unless a packed weight of this shape may be written to it.
