@@ -69,19 +69,19 @@ TAKES: dict[str, tuple[str, str]] = {
     "log_softmax_top_k.processed": (
         "logits: 1-? 1+? float16 bfloat16 float32; sequences: 1- 1+; end_tokens: 0- 0+; "
         "suppressed_tokens: rank- 1- 1+; diversity_tokens: 1- 1+; bias: rank-",
-        "num_candidates< num_beams< lengths repetition_penalty< no_repeat_ngram_size< "
-        "min_lengths< diversity_penalty<"),
+        "num_candidates< num_beams< lengths repetition_penalty< no_repeat_ngram_size<? "
+        "min_lengths<? diversity_penalty<?"),
     "log_softmax_top_k.trie": (
         "logits: 1-? 1+? float16 bfloat16; sequences: 1- 1+; end_tokens: 0- 0+; "
         "suppressed_tokens: rank- 1- 1+; diversity_tokens: 1- 1+; bias: rank-",
-        "num_candidates< num_beams< lengths repetition_penalty< no_repeat_ngram_size< "
-        "min_lengths< diversity_penalty<"),
+        "num_candidates< num_beams< lengths repetition_penalty< no_repeat_ngram_size<? "
+        "min_lengths<? diversity_penalty<?"),
     "beam_step": ("parameters.end_tokens: 1- 1+; parent_offsets: 0+; sequences: 2- 2+",
-        "state.lengths parameters.num_beams parameters.num_hypotheses parameters.prompt_lengths "
-        "parameters.max_lengths< parameters.early_stopping beams slots row_offsets "
-        "parent_offsets< rows<"),
+        "state.lengths? parameters.num_beams? parameters.num_hypotheses? "
+        "parameters.prompt_lengths? parameters.max_lengths<? parameters.early_stopping? beams "
+        "slots row_offsets parent_offsets< rows<"),
     "beam_finalize": ("parameters.end_tokens: 1- 1+; sequences: 2- 2+",
-        "state.lengths parameters.num_beams parameters.num_hypotheses parameters.prompt_lengths "
+        "state.lengths? parameters.num_beams parameters.num_hypotheses parameters.prompt_lengths "
         "parameters.max_lengths< parameters.early_stopping num_return_sequences< num_groups< "
         "slots"),
     "beam_search_step_": ("logits: 1- 1+ float16 bfloat16; parameters.end_tokens: 1- 1+; "
@@ -102,7 +102,7 @@ TAKES: dict[str, tuple[str, str]] = {
     "dynamic_time_warping": ("cost: 0- 0+ 1- 1+ meta", ""),
     "causal_forward_": (
         "weights: 0+; caches.pool: 0+ 4+ bfloat16; caches.blocks: 1-?; workspace: rank+ 0+",
-        "caches.lengths caches.free_blocks tokens entries"),
+        "caches.lengths caches.free_blocks? tokens entries"),
     "causal_steps_": (
         "weights: 0+; caches.pool: 0+ 4+ bfloat16; workspace: rank+ 0+; ends: 1+; chosen: 0- 0+",
         "caches.lengths tokens entries"),
@@ -113,7 +113,7 @@ TAKES: dict[str, tuple[str, str]] = {
         "caches.lengths lengths"),
     "reorder_cache_": (
         "tensors[0]: 0+? 1-? 1+? 2- 2+ 3- 3+ dtypes; tensors[1]: 1- 1+ 2- 2+ 3- 3+ dtypes; "
-        "parents: int32 int64", "parents batch_dim< length_dim< length<"),
+        "parents: int32 int64", "parents batch_dim<? length_dim<? length<"),
     "update_beam_indirection_": ("indirection: 1-? 1+; parents: int32; length: int64",
         "parents length"),
     "ring_cache_append_": ("position: int64", "position< num_sink_tokens<"),
@@ -134,7 +134,7 @@ TAKES: dict[str, tuple[str, str]] = {
         "logits: 0-? 0+? 1-? 1+? float16 bfloat16 meta? float32; top_k: rank- int32 int64; top_p:"
         " rank- float16 bfloat16 float64 float32; min_p: rank- float16 bfloat16 float64; "
         "temperature: rank- float16 bfloat16 float64 float32; seed: rank- int32; position: rank- "
-        "int32", "temperature< seed< eps<"),
+        "int32", "temperature< seed<? eps<"),
     "prompt_lookup": ("tokens: 1+ int32; lengths: int32", "lengths num_tokens< max_ngram<"),
     "sampler_insert_": ("state: 0- 0+; prompt: 0- 0+", ""),
     "sampler_accept_": ("state: 0- 0+; tokens: 0- 0+", "tokens"),
@@ -182,10 +182,14 @@ def taken(ways: Ways) -> str:
 
 
 def ranges(ways: Ways) -> str:
-    """Return the arguments with numbers out of range, "<" or ">" behind those at one end alone."""
-    ends = {(True, True): "", (True, False): "<", (False, True): ">"}
-    refused = {a: (False in of_it["below"], False in of_it["above"]) for a, of_it in ways.items()}
-    return " ".join(argument + ends[sides] for argument, sides in refused.items() if any(sides))
+    """Return arguments with numbers out of range: "<", ">" for one end, "?" for some alone."""
+    found = []
+    for argument, of_it in ways.items():
+        below, above = (of_it.get(way, set()) for way in ("below", "above"))
+        if False in below | above:
+            end = "" if False in below & above else "<" if False in below else ">"
+            found.append(argument + end + "?" * (True in (below if False in below else above)))
+    return " ".join(found)
 
 
 def is_op(function: Callable[..., Any]) -> bool:
