@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import itertools
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,11 +17,12 @@ from torch.utils._pytree import tree_leaves
 import lmdecode
 from lmdecode.compat import ascend
 from lmdecode.reference import decoder_step
-from tests.support.contracts import LAYOUTS, Call, Contract, rows_of
+from tests.support.contracts import LAYOUTS, Call, Contract, raw, rows_of
 from tests.support.digests import digest_of
 from tests.support.op_contract import assert_same_bits, on_threads
 from tests.support.op_schemas import op_schemas
 from tests.support.random_tensors import randn
+from tests.support.wrong_arguments import PARTS, TAKES, ranges, taken, wrong_calls_of
 
 AREAS = ("attention", "beam", "decoder", "kv_cache", "linear", "sampling")
 
@@ -118,6 +121,42 @@ def test_sparse_tensors_elsewhere() -> None:
     check_sparse(Call(lmdecode.PackedLinear, randn(4, 3), randn(4)))
     rows = {"topK": torch.tensor([1, 2]), "topP": randn(2).abs(), "q": randn(2, 9).abs()}
     check_sparse(Call(ascend.top_k_top_p_sample, randn(2, 9), **rows))
+
+
+@of_contracts("calls")
+def test_a_wrong_argument_is_refused_by_its_name(contract: Contract) -> None:
+    """In every way of its type that is not in TAKES, before anything is written."""
+    ways: dict[str, dict[str, set[bool]]] = defaultdict(lambda: defaultdict(set))
+    for call in of_other_types(contract):
+        want = call.run().returned
+        for wrong in wrong_calls_of(call, PARTS.get(contract.op, {})):
+            memories = [raw(tensor) for tensor in wrong.call.tensors() if not tensor.is_meta]
+            before = [memory.clone() for memory in memories]
+            try:
+                got = wrong.call()
+            except (ValueError, TypeError) as error:
+                message = str(error)
+                assert re.search(wrong.pattern, message), (*wrong[:2], message)
+                assert_same_bits(memories, before)
+                if nearest := wrong.nearest(message):
+                    with pytest.raises(ValueError, match=rf" is {nearest[0]}(\.0)?; expected "):
+                        nearest[1]()
+            else:
+                message = ""
+                if wrong.way == "steps":
+                    assert_same_bits([got], [want])
+            ways[wrong.argument][wrong.way].add(not message)
+    assert (taken(ways), ranges(ways)) == TAKES[contract.op]
+
+
+def of_other_types(contract: Contract) -> list[Call]:
+    """Return the calls of a contract, one of each choice of arguments and their types."""
+    found: dict[str, Call] = {}
+    for make in contract.calls.values():
+        call = make()
+        given = {n: x for n, x in call.arguments.items() if not isinstance(x, bool)}
+        found.setdefault(str({n: getattr(x, "dtype", type(x)) for n, x in given.items()}), call)
+    return list(found.values())
 
 
 @of_contracts("has_fakes", with_calls=True)

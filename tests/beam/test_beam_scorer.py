@@ -17,7 +17,7 @@ def scorer(**changes: Any) -> BeamSearchScorer:
     return BeamSearchScorer(**{"batch_size": 1, "num_beams": 2, "device": "cpu", **changes})
 
 
-def step(search: Any, ids: Any, tokens: Any, **options: Any) -> Any:
+def step(search: Any, ids: Any, tokens: Any, *scores: torch.Tensor, **options: Any) -> Any:
     """Candidates of beam 0 and 1 in turn, scores -1, -2, ..."""
     count = len(tokens)
     return search.process(
@@ -25,6 +25,7 @@ def step(search: Any, ids: Any, tokens: Any, **options: Any) -> Any:
         -torch.arange(1.0, count + 1).unsqueeze(0),
         torch.tensor([tokens]),
         (torch.arange(count) % 2).unsqueeze(0),
+        *scores,
         **{"pad_token_id": PAD, "eos_token_id": END, **options},
     )
 

@@ -14,6 +14,7 @@ from lmdecode import (
 )
 from lmdecode.beam.scorers.constrained_beam_scorer import _bank_order
 from lmdecode.beam.scorers.constraint_progress import _Automaton, _Replay
+from tests.beam.test_beam_scorer import step as plain_step
 from tests.support.scorer_walks import random_constraints
 
 END, PAD, VOCAB = 2, 0, 12
@@ -31,16 +32,8 @@ def scorer(**changes: Any) -> ConstrainedBeamSearchScorer:
 
 
 def step(search: ConstrainedBeamSearchScorer, ids: Any, tokens: Any, **options: Any) -> Any:
-    """Candidates of beam 0 and 1 in turn, scores -1, -2, ...; every token costs 10 otherwise."""
-    count = len(tokens)
-    return search.process(
-        torch.tensor(ids),
-        -torch.arange(1.0, count + 1).unsqueeze(0),
-        torch.tensor([tokens]),
-        (torch.arange(count) % 2).unsqueeze(0),
-        torch.full((2, VOCAB), -10.0),
-        **{"pad_token_id": PAD, "eos_token_id": END, **options},
-    )
+    """Likewise; every token costs 10 otherwise."""
+    return plain_step(search, ids, tokens, torch.full((2, VOCAB), -10.0), **options)
 
 
 def test_a_beam_is_kept_for_the_phrase() -> None:

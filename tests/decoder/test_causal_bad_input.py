@@ -71,10 +71,6 @@ Change = Callable[[Any], Any]
 @pytest.mark.parametrize(
     ("number", "change", "message"),
     [
-        (WEIGHTS, lambda w: w.view(torch.int8), "weights has dtype int8; expected uint8"),
-        (WEIGHTS, lambda w: w[None], r"weights has shape \[1, .*expected \[bytes\], contiguous"),
-        (WEIGHTS, strided, "weights has shape .* contiguous"),
-        (WEIGHTS, at_odd_address, "weights has shape .* aligned to 64"),
         (WEIGHTS, lambda w: w[:-64], "weights has .* bytes; expected .*, as its record says"),
         (WEIGHTS, lambda w: w[64:], "weights has no record in its"),
         (WEIGHTS, lambda w: w[:8], "weights has no record in its 8 bytes"),
@@ -83,19 +79,11 @@ Change = Callable[[Any], Any]
         (WINDOWS, lambda w: [w[0], -1], r"windows\[1\] is -1; expected 0 to"),
         (WINDOWS, lambda w: w[:1], "caches has 12 tensors; expected 6"),
         (WINDOWS, lambda w: [w[0], WINDOW - 1], r"layers.0 has layer 0 of cache 1; expected"),
-        (WORKSPACE, lambda w: w.view(torch.int8), "workspace has dtype int8; expected uint8"),
         (WORKSPACE, lambda w: w[:-1], "workspace has .* bytes on cpu; expected at least"),
         (WORKSPACE, at_odd_address, "workspace has .* aligned to 64"),
         (WORKSPACE, strided, "workspace has .* bytes"),
-        (TOKENS, lambda t: t.int(), "tokens has dtype int32; expected int64"),
-        (TOKENS, lambda t: t[None], r"tokens has shape \[1, 8\]; expected \[-1\]"),
         (TOKENS, lambda t: t[:-1], "tokens has 7 entries; expected 8, as entries say"),
         (TOKENS, lambda t: torch.cat((t, t[:1])), "tokens has 9 entries; expected 8"),
-        (TOKENS, strided, "tokens has strides; expected a contiguous tensor"),
-        (ENTRIES, lambda e: e.int(), "entries has dtype int32; expected int64"),
-        (ENTRIES, lambda e: e.view(-1), r"entries has shape \[8\]; .* \[entries, 4\]"),
-        (ENTRIES, lambda e: e[:, :3].contiguous(), r"entries has shape \[2, 3\]; expected \[-1, 4"),
-        (ENTRIES, strided, "entries has strides; expected a contiguous tensor"),
         (NUM_LOGITS, lambda n: n + 1, "num_logits is 4; expected 3, as entries say"),
         (NUM_LOGITS, lambda n: -1, "num_logits is -1; expected 3"),
         (VOCAB_SIZE, lambda n: n + 1, "vocab_size is 102; expected 101, from config"),
@@ -107,21 +95,6 @@ Change = Callable[[Any], Any]
 def test_arguments(number: int, change: Change, message: str) -> None:
     arguments = arguments_of(running())
     arguments[number] = change(arguments[number])
-    check_refused(ops.causal_forward_, arguments, message)
-
-
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (WEIGHTS, "weights is on meta; expected the device of workspace, cpu"),
-        (WORKSPACE, "weights is on cpu; expected the device of workspace, meta"),
-        (TOKENS, "tokens is on meta; expected the device of workspace, cpu"),
-        (ENTRIES, "entries is on meta; expected the device of workspace, cpu"),
-    ],
-)
-def test_tensors_on_other_devices(number: int, message: str) -> None:
-    arguments = arguments_of(running())
-    arguments[number] = arguments[number].to("meta")
     check_refused(ops.causal_forward_, arguments, message)
 
 
@@ -191,7 +164,6 @@ def test_entries_of_the_record(name: str, value: Any, message: str | None) -> No
 @pytest.mark.parametrize(
     ("name", "value", "layer"),
     [
-        ("layers.1.cache_layer", 1, r"1 has layer 1 of cache 0; expected one that caches have"),
         ("layers.1.cache", 1, r"1 has layer 0 of cache 1; .* with its window at least"),
         ("config.windows", [None] * 3, r"0 has layer 0 of cache 1; .* with its window at least"),
         ("config.windows", [WINDOW + 1, None, None], r"0 has layer 0 of cache 1"),
@@ -322,33 +294,9 @@ def test_weights_that_change_between_steps() -> None:
 @pytest.mark.parametrize(
     ("place", "change", "message"),
     [
-        (POOL, lambda p: p.half(), "caches.pool has dtype float16; expected float32, bf"),
-        (POOL, lambda p: p[0], "caches.pool has shape .*expected .*layers, 2, kv_heads, num_bl"),
-        (
-            POOL,
-            lambda p: p.transpose(3, 4),
-            "caches.pool has strides; expected a contiguous tensor",
-        ),
-        (POOL, strided, "caches.pool has strides; expected a contiguous tensor"),
-        (POOL, lambda p: p[:, :1].contiguous(), r"caches.pool has shape .* \[-1, 2, -1, -1"),
         (POOL, lambda p: p[:, :, :1].contiguous(), "caches.pool has 1 heads of 12; expected 2"),
         (POOL, lambda p: p[..., :6].contiguous(), "caches.pool has 2 heads of 6; expected 2 of 12"),
-        (POOL, lambda p: p[:0].contiguous(), r"layers.. has layer 0 of cache .; expected"),
         (POOL, lambda p: p[..., :0, :].contiguous(), "caches.pool has shape .* 1 to 2.20 positi"),
-        (POOL, lambda p: p[:, :, :, :-1].contiguous(), r"caches.ref_counts has shape .*expected"),
-        (BLOCKS, lambda b: b.long(), "caches.blocks has dtype int64; expected int32"),
-        (BLOCKS, lambda b: b[0], r"caches.blocks has shape \[3\]; expected \[-1, -1\]"),
-        (BLOCKS, lambda b: b[:2], "caches.lengths has shape|caches.blocks has shape"),
-        (BLOCKS, lambda b: b[:, :2].contiguous(), r"caches.blocks has shape|caches.lengths\[0\] "),
-        (BLOCKS, strided, "caches.blocks has strides"),
-        (LENGTHS, lambda n: n.long(), "caches.lengths has dtype int64; expected int32"),
-        (LENGTHS, lambda n: n[:2], r"caches.lengths has shape \[2\]; expected \[3\]"),
-        (REF_COUNTS, lambda n: n[:-1], "caches.ref_counts has shape"),
-        (REF_COUNTS, lambda n: n.short(), "caches.ref_counts has dtype int16"),
-        (FREE_BLOCKS, lambda n: n[:-1], "caches.free_blocks has shape"),
-        (FREE_BLOCKS, lambda n: n.long(), "caches.free_blocks has dtype int64"),
-        (COUNTERS, lambda n: n[:2], r"caches.counters has shape \[2\]; expected \[3\]"),
-        (COUNTERS, lambda n: n.long(), "caches.counters has dtype int64"),
     ],
 )
 @pytest.mark.parametrize("cache", [0, 1])
@@ -391,13 +339,9 @@ def test_the_number_of_caches() -> None:
         (BLOCKS, (0, 2), -2, r"caches.blocks\[0, 2\] is -2; expected a block in use"),
         (BLOCKS, (0, 2), -1, r"caches.blocks\[0, 2\] is -1; expected a block in use"),
         (BLOCKS, (1, 0), 8, r"caches.blocks\[1, 0\] is 8; expected a block in use"),  # a free one
-        (LENGTHS, 0, -1, r"caches.lengths\[0\] is -1; expected 0 to 96"),
-        (LENGTHS, 0, 97, r"caches.lengths\[0\] is 97; expected 0 to 96"),
         (LENGTHS, 0, 71, r"caches.lengths\[0\] is 7[01]; expected 0 to 96, the same in each cache"),
         (COUNTERS, 0, -1, r"caches.counters\[0\] is -1; expected 0 to 9 free blocks"),
         (COUNTERS, 0, 10, r"caches.counters\[0\] is 10; expected 0 to 9 free blocks"),
-        (FREE_BLOCKS, -1, 9, r"caches.free_blocks\[[0-9]\] is 9; expected 0 to 8"),
-        (FREE_BLOCKS, -1, -1, r"caches.free_blocks\[[0-9]\] is -1; expected 0 to 8"),
     ],
 )
 @pytest.mark.parametrize("cache", [0, 1])
@@ -438,7 +382,6 @@ def test_caches_of_other_blocks(cache: int) -> None:
     [
         ((0, 0), -1, r"\[0\].sequence is -1; expected 0 to 2"),
         ((1, 0), 3, r"\[1\].sequence is 3; expected 0 to 2"),
-        ((1, 0), 0, r"\[1\].sequence is 0 once more; expected each at most once"),
         ((0, 1), 0, r"\[0\].count is 0; expected 1 to 26"),
         ((0, 1), -5, r"\[0\].count is -5; expected 1 to 26"),
         ((0, 1), 27, r"\[0\].count is 27; expected 1 to 26"),
@@ -446,8 +389,6 @@ def test_caches_of_other_blocks(cache: int) -> None:
         ((1, 1), (1 << 63) - 1, r"\[1\].count is 9223372036854775807; expected 1 to 96"),
         ((0, 2), 2, r"\[0\].is_prompt is 2; expected 0 to 1"),
         ((0, 2), -1, r"\[0\].is_prompt is -1; expected 0 to 1"),
-        ((1, 3), 8, r"\[1\].num_logits is 8; expected 0 to 7"),
-        ((1, 3), -1, r"\[1\].num_logits is -1; expected 0 to 7"),
     ],
 )
 def test_entries(place: tuple[int, int], value: int, message: str) -> None:
@@ -503,42 +444,10 @@ def test_too_few_blocks_of_a_window() -> None:
     assert step(caches, Entry(1, random_tokens(27)))[0].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("parents", "message"),
-    [
-        (torch.arange(3).int(), "parents has dtype int32; expected int64"),
-        (torch.arange(2), r"parents has shape \[2\]; expected \[3\]"),
-        (torch.arange(4), r"parents has shape \[4\]; expected \[3\]"),
-        (torch.arange(3)[None], r"parents has shape \[1, 3\]; expected \[3\]"),
-        (strided(torch.arange(3)), "parents has strides"),
-        (torch.tensor([0, 3, 1]), r"parents\[1\] is 3; expected 0 to 2"),
-        (torch.tensor([0, 1, -1]), r"parents\[2\] is -1; expected 0 to 2"),
-    ],
-)
-def test_reorder(parents: Tensor, message: str) -> None:
-    caches = running()
-    arguments = [caches._tensors, caches.model.cache_windows, parents]
-    check_refused(ops.causal_caches_reorder_, arguments, message)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        (torch.zeros(1, 2).int(), "lengths has dtype int32; expected int64"),
-        (torch.zeros(2).long(), r"lengths has shape \[2\]; expected \[-1, 2\]"),
-        (torch.zeros(1, 3).long(), r"lengths has shape \[1, 3\]; expected \[-1, 2\]"),
-        (torch.zeros(2, 2).long().T[:, :1].expand(2, 2), "lengths has strides"),
-        (torch.tensor([[0, 0], [3, 0]]), r"lengths\[2\] is 3; expected 0 to 2"),
-        (torch.tensor([[-1, 0]]), r"lengths\[0\] is -1; expected 0 to 2"),
-        (torch.tensor([[1, 0], [0, 71]]), r"lengths\[3\] is 71; expected 0 to 70"),
-        (torch.tensor([[1, 0], [2, 1]]), r"lengths\[3\] is 1; expected 0 to 0"),
-        (torch.tensor([[1, -1]]), r"lengths\[1\] is -1; expected 0 to 5"),
-        (torch.tensor([[1, 0], [0, 40]]), r"lengths\[1\] goes back to 40 of 70 positions; .*, 7 "),
-    ],
-)
-def test_truncate(lengths: Tensor, message: str) -> None:
-    caches = running()
+def test_truncate_beyond_the_window() -> None:
+    caches, lengths = running(), torch.tensor([[1, 0], [0, 40]])
     arguments = [caches._tensors, caches.model.cache_windows, lengths]
+    message = r"lengths\[1\] goes back to 40 of 70 positions; .*, 7 "
     check_refused(ops.causal_caches_truncate_, arguments, message)
 
 

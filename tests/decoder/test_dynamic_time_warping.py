@@ -31,15 +31,6 @@ def test_nan_ends() -> None:
     assert op(cost).equal(dynamic_time_warping(cost))
 
 
-@pytest.mark.parametrize(
-    ("cost", "message"),
-    [
-        (torch.zeros(3), "cost has shape"),
-        (torch.zeros(3, 2, dtype=torch.float64), "cost has dtype float64"),
-        (torch.zeros(2, 3).T, "cost has strides"),
-    ],
-    ids=["rank", "dtype", "strides"],
-)
-def test_bad_input(cost: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=f"dynamic_time_warping: {message}"):
-        op(cost)
+def test_strides_are_refused() -> None:
+    with pytest.raises(ValueError, match="dynamic_time_warping: cost has strides"):
+        op(torch.zeros(2, 3).T)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 
 from lmdecode.integrations.transformers.decoding.encoding import ModelEncoder
@@ -19,6 +18,7 @@ from lmdecode.models.weights import EncoderWeights
 from lmdecode.readers.transformers.encoder_decoder import encoder_of
 from tests.support.op_contract import on_threads
 from tests.support.records import with_entries
+from tests.support.tiny_models import seeded_model
 
 LENGTHS = (7, 30, 1, 12)
 _SIZES: dict[str, Any] = {
@@ -30,33 +30,26 @@ _T5: dict[str, Any] = {
     "vocab_size": 100, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": 3, "num_heads": 4,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
 }  # fmt: skip
-MODELS: dict[str, Callable[[], Any]] = {
-    "marian": lambda: tf.MarianMTModel(
-        tf.MarianConfig(
-            **_SIZES, activation_function="swish", scale_embedding=True, decoder_start_token_id=1
-        )
-    ),
-    "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**_SIZES)),
-    "mbart": lambda: tf.MBartForConditionalGeneration(
-        tf.MBartConfig(**_SIZES, scale_embedding=True)
-    ),
-    "pegasus": lambda: tf.PegasusForConditionalGeneration(tf.PegasusConfig(**_SIZES)),
-    "m2m_100": lambda: tf.M2M100ForConditionalGeneration(
-        tf.M2M100Config(**_SIZES, activation_function="gelu_new")
-    ),
-    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**_T5)),
-    "t5, gated": lambda: tf.T5ForConditionalGeneration(
-        tf.T5Config(**_T5, feed_forward_proj="gated-gelu")
-    ),
-    "mt5": lambda: tf.MT5ForConditionalGeneration(tf.MT5Config(**_T5)),
-    "umt5": lambda: tf.UMT5ForConditionalGeneration(tf.UMT5Config(**_T5)),
-}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "marian": ("MarianMTModel", {
+        **_SIZES, "activation_function": "swish", "scale_embedding": True,
+        "decoder_start_token_id": 1,
+    }),
+    "bart": ("BartForConditionalGeneration", _SIZES),
+    "mbart": ("MBartForConditionalGeneration", {**_SIZES, "scale_embedding": True}),
+    "pegasus": ("PegasusForConditionalGeneration", _SIZES),
+    "m2m_100": ("M2M100ForConditionalGeneration", {**_SIZES, "activation_function": "gelu_new"}),
+    "t5": ("T5ForConditionalGeneration", _T5),
+    "t5, gated": ("T5ForConditionalGeneration", {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "mt5": ("MT5ForConditionalGeneration", _T5),
+    "umt5": ("UMT5ForConditionalGeneration", _T5),
+}  # fmt: skip
 
 
 @cache
 def model_of(name: str) -> Any:
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
+    kind, sizes = MODELS[name]
+    model = seeded_model(kind, **sizes)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases
@@ -101,13 +94,11 @@ def test_the_states_of_transformers(name: str) -> None:
 
 
 def whisper() -> Any:
-    torch.manual_seed(0)
-    sizes = {k: v for k, v in _SIZES.items() if k != "max_position_embeddings"}
-    config = tf.WhisperConfig(
-        **{**sizes, "pad_token_id": 0}, num_mel_bins=8, max_source_positions=20,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
-    )  # fmt: skip
-    return tf.WhisperForConditionalGeneration(config).eval()
+    sizes = {k: v for k, v in _SIZES.items() if k != "max_position_embeddings"} | {
+        "pad_token_id": 0, "num_mel_bins": 8, "max_source_positions": 20, "bos_token_id": 1,
+        "eos_token_id": 2, "decoder_start_token_id": 3,
+    }  # fmt: skip
+    return seeded_model("WhisperForConditionalGeneration", **sizes)
 
 
 @pytest.mark.parametrize("weight_format", ["float32", "bfloat16", "int8", "int4"])
@@ -146,10 +137,8 @@ def test_no_sequences_and_empty_ones() -> None:
 
 
 def encoder_arguments(name: str = "bart") -> list[Any]:
-    encoder, (begins, positions) = packed(name), rows_of(LENGTHS)
-    return [
-        *encoder.of_model, tokens_of(LENGTHS), None, positions, begins,
-    ]  # fmt: skip
+    begins, positions = rows_of(LENGTHS)
+    return [*packed(name).of_model, tokens_of(LENGTHS), None, positions, begins]
 
 
 EMBEDDING, WEIGHTS, TOKENS, INPUTS, POSITIONS, BEGINS = range(6)
@@ -171,20 +160,14 @@ def _with_distances(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "place", "change", "message"),
     [
-        ("bart", TOKENS, lambda t: t.int(), "tokens has dtype int32; expected int64"),
-        ("bart", TOKENS, lambda t: t.clamp(max=2) * 50, r"tokens\[0\] is 100; expected 0 to 99"),
         ("bart", TOKENS, lambda t: None, "tokens and inputs are both missing; expected one"),
         ("bart", INPUTS, lambda i: torch.zeros(50, 32), "tokens and inputs are both given"),
-        ("bart", POSITIONS, lambda p: p + 60, r"positions\[4\] is 64; expected 0 to 63"),
-        ("bart", POSITIONS, lambda p: p[:-1], r"positions has shape \[49\]; expected \[50\]"),
-        ("bart", BEGINS, lambda b: b + 1, "row_begins has 5 entries that begin and end elsewhere"),
         ("bart", BEGINS, lambda b: b[[0, 2, 1, 3, 4]], r"row_begins\[1\] is -30 before the next"),
         ("bart", BEGINS, lambda b: b[:0], "row_begins has 0 entries; expected 0 to 50"),
         ("bart", WEIGHTS, lambda w: w[:64], "weights has 64 bytes; expected .*, as its record"),
         ("bart", WEIGHTS, _with("config.num_layers", 3), r"layers\.2\.qkv is absent; expected it"),
         ("bart", WEIGHTS, _with("config.num_layers", 1), r"a record with weights\.layers\.1\."),
         ("bart", WEIGHTS, _with("kind", "decoder"), 'of kind "decoder"; expected "encoder"'),
-        ("bart", EMBEDDING, lambda e: e[:, :8], "embedding has shape"),
         ("bart", WEIGHTS, _with("config.memory_size", 32), "a record with config.memory_size; exp"),
         ("t5", WEIGHTS, _with_distances(4), "has 4 distances; expected an odd number"),
         ("t5", WEIGHTS, _with_distances(9), r"expected 0 to"),

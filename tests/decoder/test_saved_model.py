@@ -298,17 +298,21 @@ def test_damaged_configs(name: str, tmp_path: Path) -> None:
         lmdecode.Decoding.load(tmp_path)
 
 
+def check_damaged_weights(folder: Path) -> None:
+    (file,) = folder.glob("weights-*.bin")
+    good = file.read_bytes()
+    for place in (len(good) // 2, len(good) - 100):
+        file.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with pytest.raises(ValueError, match=r"has other bytes in weights-.*than were written"):
+            lmdecode.Decoding.load(folder, verify=True)
+    file.write_bytes(good[:-1])
+    with pytest.raises(ValueError, match="instead of"):
+        lmdecode.Decoding.load(folder)
+
+
 def test_damaged_weights(tmp_path: Path) -> None:
     _saved(tmp_path)
-    (file,) = tmp_path.glob("weights-*.bin")
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"has other bytes in weights-.*than were written"):
-        lmdecode.Decoding.load(tmp_path, verify=True)
-    file.write_bytes(data[:-1])
-    with pytest.raises(ValueError, match="instead of"):
-        lmdecode.Decoding.load(tmp_path)
+    check_damaged_weights(tmp_path)
     (tmp_path / "lmdecode.json").write_text("{")
     with pytest.raises(ValueError, match=r"has a damaged lmdecode\.json"):
         lmdecode.Decoding.load(tmp_path)

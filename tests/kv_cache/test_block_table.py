@@ -315,13 +315,7 @@ CALLS: dict[str, tuple[str, Any]] = {
     "slots behind": (r"stop is 6", lambda t: t.slots(0, 0, 6)),
     "slots reversed": (r"start is 3", lambda t: t.slots(0, 3, 2)),
     "free": (r"rows is 2; expected an int, 0 to 1", lambda t: t.free([2])),
-    "parents: too large": (r"parents\[1\] is 2; expected 0 to 1", lambda t: t.reorder_([0, 2])),
-    "parents: negative": (r"parents\[0\] is -1", lambda t: t.reorder_([-1])),
     "parents: too many": (r"parents has shape \[5\]", lambda t: t.reorder_([0] * 5)),
-    "parents: float": (r"parents has dtype", lambda t: t.reorder_(torch.tensor([0.0]))),
-    "parents: a matrix": (r"parents has shape", lambda t: t.reorder_(torch.zeros(1, 1).long())),
-    "parents: meta": (r"parents is on meta",
-                      lambda t: t.reorder_(torch.zeros(1).long().to("meta"))),
 }  # fmt: skip
 
 
@@ -338,24 +332,14 @@ def test_wrong_calls_change_nothing(case: str) -> None:
 
 # Which argument of block_table_append_, what it becomes, what the message says.
 STATES: dict[str, tuple[int, Any, str]] = {
-    "table: int64": (0, lambda t: t.long(), "block_table has dtype int64"),
-    "table: a vector": (0, lambda t: t[0], "block_table has shape"),
     "table: strides": (0, lambda t: t.t().contiguous().t(), "block_table has strides"),
     "table: no block": (0, lambda t: t.fill_(10), r"block_table\[0, 1\] is 10"),
     "table: none": (0, lambda t: t.fill_(-1), r"block_table\[0, 1\] is -1"),
     "table: not in use": (0, lambda t: t.fill_(9), r"block_table\[0, 1\] is 9"),
-    "lengths: too few": (1, lambda t: t[:1], "lengths has shape"),
     "lengths: negative": (1, lambda t: t.fill_(-1), "row 0 is -1 long"),
     "lengths: too long": (1, lambda t: t.fill_(9), "row 0 is 9 long"),
-    "ref_counts: a matrix": (2, lambda t: t[None], "ref_counts has shape"),
-    "ref_counts: strides": (2, lambda t: torch.stack((t, t), 1)[:, 0], "ref_counts is not"),
-    "free_blocks: too few": (3, lambda t: t[:3], "free_blocks has shape"),
     "free_blocks: no block": (3, lambda t: t.fill_(10), r"free_blocks\[7\] is 10"),
-    "counters: too few": (4, lambda t: t[:2], "counters has shape"),
     "counters: too many": (4, lambda t: t.fill_(11), r"counters\[0\] is 11"),
-    "copies: too few": (5, lambda t: t[:1], "copies has shape"),
-    "num_tokens: float": (6, lambda t: t.float(), "num_tokens has dtype"),
-    "num_tokens: huge": (6, lambda t: t.long() + 2**62, r"num_tokens\[0\]"),
     "block_size": (7, lambda t: 0, "block_size is 0"),
 }
 
@@ -462,18 +446,8 @@ SHARED = pool()
 INTEGERS = torch.zeros(4, 2, 3, 5, dtype=torch.int32)
 ONE = copies((0, 1, 3))
 WRONG = [
-    (r"pools is of type Tensor", {0: pool()}),
     (r"pools\[1\] is of type NoneType", {0: [pool(), None]}),
-    (r"copies is of type list", {1: [[0, 1, 3]]}),
-    (r"copies has dtype int64", {1: ONE.long()}),
-    (r"copies has shape \[1, 2\]", {1: ONE[:, :2]}),
-    (r"copies has shape \[3\]", {1: ONE[0]}),
-    (r"copies is not contiguous", {1: torch.zeros(3, 2, dtype=torch.int32).t()}),
-    (r"pools\[0\]", {1: ONE.to("meta")}),
     (r"copies shares memory with pools\[0\]", {0: [INTEGERS], 1: INTEGERS.view(-1)[:3].view(1, 3)}),
-    (r"pools\[0\] has shape", {0: [pool()[0]]}),
-    (r"pools\[1\] has strides", {0: [pool(), pool().mT]}),
-    (r"pools\[0\] has strides", {0: [torch.zeros(1, 2, 3, 5).expand(4, 2, 3, 5)]}),
     (r"pools\[2\] shares memory with pools\[0\]", {0: [SHARED, pool(), SHARED]}),
     (r"copies\[0\] is \(4, 1, 3\)", {1: copies((4, 1, 3))}),
     (r"copies\[1\] is \(0, -1, 3\); expected blocks 0 to 3", {1: copies((0, 1, 3), (0, -1, 3))}),

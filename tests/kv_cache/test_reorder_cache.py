@@ -287,36 +287,17 @@ def cache(*shape: int) -> torch.Tensor:
 MAP = torch.tensor([1, 2, 0])
 SHARED = cache()
 WRONG = [
-    (r"tensors is of type Tensor", {"tensors": cache()}),
-    (r"tensors is of type", {"tensors": iter([cache()])}),
     (r"tensors\[1\] is of type NoneType", {"tensors": [cache(), None]}),
-    (r"parents is of type list", {"parents": [1, 2, 0]}),
-    (r"parents has dtype float32", {"parents": MAP.float()}),
-    (r"parents has dtype", {"parents": MAP.short()}),
-    (r"parents has dtype bool", {"parents": MAP > 0}),
-    (r"parents has shape \[1, 3\]", {"parents": MAP[None]}),
-    (r"parents has shape \[\]", {"parents": MAP[0]}),
-    (r"parents has shape \[2\]; expected \[3\]", {"parents": MAP[:2]}),
-    (r"tensors\[0\]", {"parents": MAP.to("meta")}),
     (r"parents shares memory with tensors\[1\]",
      {"tensors": [cache(), (long := torch.zeros(3, 2, dtype=torch.int64))], "parents": long[:, 0]}),
-    (r"tensors\[1\]", {"tensors": [cache(), cache(2, 4)]}),
     (r"batch_dim is 0", {"tensors": [torch.tensor(1.0)]}),
     (r"batch_dim is 3", {"batch_dim": 3}),
     (r"batch_dim is -4", {"batch_dim": -4}),
     (r"parents has shape \[3\]; expected \[4\]", {"batch_dim": 2}),
-    (r"batch_dim is of type NoneType", {"batch_dim": None}),
-    (r"batch_dim is of type bool", {"batch_dim": True}),
-    (r"batch_dim is 18446744073709551616", {"batch_dim": 2**64}),
-    (r"length_dim .* without length", {"length_dim": 1}),
-    (r"length .* without length_dim", {"length": 1}),
     (r"length_dim is 0", {"length_dim": 0, "length": 1}),
     (r"length_dim is -3", {"length_dim": -3, "length": 1}),
     (r"length_dim is 3", {"length_dim": 3, "length": 1}),
-    (r"length_dim is of type str", {"length_dim": "1", "length": 1}),
-    (r"length is -1; expected 0 to 4", {"length_dim": 2, "length": -1}),
     (r"length is 5; expected 0 to 4", {"length_dim": 2, "length": 5}),
-    (r"length is of type float", {"length_dim": 2, "length": 1.0}),
     (r"length is 4; .*tensors\[1\]",
      {"tensors": [cache(), cache(3, 2, 3)], "length_dim": 2, "length": 4}),
     (r"tensors\[0\] has strides", {"tensors": [cache(1, 4).expand(3, 4)]}),
@@ -333,23 +314,6 @@ WRONG = [
 @wrong_calls(WRONG)
 def test_errors_name_the_argument_and_nothing_is_written(wrong: WrongCall) -> None:
     assert_op_refuses(lmdecode.reorder_cache_, wrong, tensors=[cache()], parents=MAP)
-
-
-@pytest.mark.parametrize(
-    ("parents", "where"),
-    [
-        ([0, 1, 3], "parents[2] is 3"),
-        ([-1, 0, 0], "parents[0] is -1"),
-        ([1, 2**40, 0], "parents[1]"),
-    ],
-)
-def test_out_of_range(parents: list[int], where: str) -> None:
-    tensors = [cache(), cache(3, 5)]
-    before = [tensor.clone() for tensor in tensors]
-    with pytest.raises(ValueError) as raised:
-        lmdecode.reorder_cache_(tensors, torch.tensor(parents))
-    assert where in str(raised.value) and "expected 0 to 2" in str(raised.value)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -402,7 +402,6 @@ CALLS = [
     ("v has another dtype than the cache, float16; expected float32",
      lambda c: c.attend(Q, K, V.half())),
     (r"RingKVCache: v requires a gradient", lambda c: c.append(K, V.clone().requires_grad_())),
-    (r"k has shape \[2, 2, 2, 4\]", lambda c: c.append(K[:2], V)),
     (r"k has another dtype", lambda c: c.append(K.half(), V)),
     (r"rollback: num_tokens is -1", lambda c: c.rollback(-1)),
     (r"rollback: num_tokens is 31; expected 0 to 30", lambda c: c.rollback(31)),
@@ -416,7 +415,6 @@ CALLS = [
      lambda c: c.restore(lmdecode.RingSnapshot(30, chunk(8)[0], chunk(8)[1].half()))),
     (r"ordered: length is 12; expected 0 to 11", lambda c: c.ordered(12)),
     (r"rows is of type list", lambda c: c.reorder_([1, 0, 0])),
-    (r"parents\[0\] is 3", lambda c: c.reorder_(torch.tensor([3, 0, 0]))),
     (r"attend: q is of type list", lambda c: c.attend([1])),
     (r"attend: v is of type NoneType", lambda c: c.attend(Q, K)),
     (r"attend: q has shape \[4, 2, 4\]", lambda c: c.attend(Q[0], K, V)),
@@ -427,9 +425,6 @@ CALLS = [
      lambda c: c.attend(torch.randn(BATCH, 4, 40, SIZE), K, V)),
     (r"attend: key_padding_mask has shape \[3, 30\]; expected \[3, 32\]",
      lambda c: c.attend(Q, K, V, key_padding_mask=torch.ones(3, 30, dtype=torch.bool))),
-    (r"expected a divisor of the 3 heads of q",
-     lambda c: c.attend(torch.randn(BATCH, 3, 2, SIZE), K, V)),
-    (r"k has shape", lambda c: c.attend(Q, K[:, :1], V)),
 ]  # fmt: skip
 
 
@@ -545,31 +540,14 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 SHARED = ring()
 WRONG = [
-    (r"keys is of type NoneType", {0: None}),
-    (r"v is of type list", {3: [1]}),
-    (r"position is of type float", {4: 1.0}),
-    (r"position is of type bool", {4: True}),
     (r"position is -1; expected 0 to 2\^40", {4: -1}),
     (r"position is \d+; expected 0 to 2\^40", {4: 2**40 + 1}),
-    (r"position is \d+; expected 0 to 2\^40", {4: 2**64}),
-    (r"position has shape \[3\]; expected \[2\]", {4: torch.zeros(3, dtype=torch.int64)}),
-    (r"position has dtype float32", {4: torch.zeros(2)}),
     (r"position\[1\] is -3", {4: torch.tensor([0, -3])}),
-    (r"keys has shape \[3, 5, 4\]", {0: ring(3, 5, 4)}),
-    (r"values has shape \[2, 3, 6, 4\]; expected \[2, 3, 5, head_size\]", {1: ring(2, 3, 6, 4)}),
-    (r"values has dtype float16", {1: ring(dtype=torch.float16)}),
-    (r"k has shape \[2, 2, 2, 4\]; expected \[2, 3, 2, 4\]", {2: tokens(2, 2, 2, 4)}),
-    (r"v has shape \[2, 3, 1, 4\]; expected \[2, 3, 2, 4\]", {3: tokens(2, 3, 1, 4)}),
-    (r"v has shape", {3: tokens(2, 3, 2, 5)}),
-    (r"k has shape \[1, 3, 2, 4\]", {2: tokens(1, 3, 2, 4)}),
-    (r"k has another dtype than keys", {2: tokens(dtype=torch.bfloat16)}),
-    (r"k is on meta", {2: tokens().to("meta")}),
     (r"keys has strides that make elements overlap", {0: ring(1, 3, 5, 4).expand(2, 3, 5, 4)}),
     (r"values has stride 5 in its last dimension", {1: ring(2, 3, 4, 5).mT}),
     (r"values shares memory with keys", {0: SHARED, 1: SHARED}),
     (r"k shares memory with keys", {0: SHARED, 2: SHARED[:1, :, 1:3].expand(2, 3, 2, 4)}),
     (r"v shares memory with keys", {0: SHARED, 3: SHARED[:, :, 3:]}),
-    (r"num_sink_tokens is -1; expected 0 to 4", {"num_sink_tokens": -1}),
     (r"num_sink_tokens is 5; expected 0 to 4", {"num_sink_tokens": 5}),
 ]
 

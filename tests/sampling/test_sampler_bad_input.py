@@ -90,10 +90,6 @@ def new_sampler() -> lmdecode.Sampler:
 
 
 WRONG_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
-    ("sample", (LOGITS[:1],), r"logits has shape \[1, 50\]; expected \[2, 50\]"),
-    ("sample", (LOGITS[0],), "logits has shape .* expected 2 dimensions"),
-    ("sample", (LOGITS[:, :-1],), r"expected a vocabulary of 50"),
-    ("sample", (LOGITS.double(),), "logits has dtype float64"),
     ("sample", (LOGITS.tolist(),), "logits is of type list; expected a tensor"),
     ("sample", (LOGITS, torch.zeros(2, 1, dtype=torch.int32)), r"bitmask has shape \[2, 1\]"),
     ("sample", (LOGITS, torch.zeros(1, 2, dtype=torch.int32)), r"bitmask has shape \[1, 2\]"),
@@ -109,8 +105,6 @@ WRONG_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
     ("remove", (-1,), "remove: row is -1"),
     ("reorder_", ([0],), "reorder_: rows has 1 numbers; expected 2"),
     ("reorder_", ([0, 2],), r"reorder_: rows\[1\] is 2; expected 0 to 1"),
-    ("accept", (0, [VOCAB]), r"tokens\[0\] is 50; expected 0 to 49"),
-    ("accept", (0, -1), r"tokens\[0\] is -1"),
     ("rewind", (0, 2), "rewind: n is 2; expected 0 to 1, the tokens that were accepted"),
     ("rewind", (0, -1), "rewind: n is -1"),
 ]
@@ -161,9 +155,6 @@ WRONG_DRAFTS: list[tuple[dict[str, Any], str]] = [
     ({"sampler": 3}, "sampler is of type int"),
     ({"draft": DRAFT.float()}, "draft has dtype float32"),
     ({"draft": DRAFT[0]}, "draft has dtype int64 and shape"),
-    ({"draft": DRAFT[:1]}, r"draft has shape \[1, 2\]; expected \[2, 2\]"),
-    ({"logits": DRAFT_LOGITS[:, :2]}, r"logits has shape \[2, 2, 50\]; expected \[2, 3, 50\]"),
-    ({"logits": LOGITS}, "logits has shape .* expected 3 dimensions"),
     ({"num_draft": torch.tensor([1, 3])}, r"num_draft\[1\] is 3; expected 0 to 2"),
     ({"num_draft": torch.tensor([1])}, r"num_draft has shape \[1\]"),
     ({"parents": torch.tensor([[-1, 1], [-1, 0]])}, r"parents\[0, 1\] is 1; expected -1 to 0"),
@@ -263,11 +254,8 @@ def a_step() -> list[Any]:
     ("changes", "error"),
     [
         ({7: VOCAB + 1}, r"state\[0\] is not a row of these sizes"),
-        ({8: 32}, "state has shape"),
         ({8: -1}, "text_capacity is -1"),
-        ({3: torch.zeros(3, dtype=torch.uint8)}, r"results has shape \[3\]; expected \[26\]"),
         ({10: VOCAB + 1}, "num_logprobs is 51"),
-        ({0: torch.zeros(2, 8)}, "state has dtype float32"),
         ({5: torch.zeros(2, VOCAB, dtype=torch.int64)}, "kept_ids or kept_logprobs is None"),
         ({4: torch.zeros(2, 3)}, r"kept_logits has shape \[2, 3\]"),
     ],

@@ -259,25 +259,8 @@ def test_strides() -> None:
     assert lmdecode.prompt_lookup(wide[0], 3).equal(lmdecode.prompt_lookup(texts, 3)[0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"tokens": [1, 2]}, TypeError, "tokens is of type list"),
-        ({"tokens": torch.ones(2, 3)}, ValueError, "tokens has dtype float32"),
-        ({"tokens": torch.ones(1, 2, 3, dtype=torch.int64)}, ValueError, "tokens has shape"),
-        ({"num_tokens": 0}, ValueError, r"num_tokens is 0; expected 1 to 2\^24"),
-        ({"num_tokens": 2.0}, TypeError, "num_tokens is of type float"),
-        ({"max_ngram": 0}, ValueError, "max_ngram is 0"),
-        ({"lengths": torch.tensor([3])}, ValueError, "lengths has shape"),
-        ({"lengths": torch.tensor([3, 4])}, ValueError, r"lengths\[1\] is 4; expected 0 to 3"),
-        ({"lengths": torch.tensor([-1, 2])}, ValueError, r"lengths\[0\] is -1; expected 0 to 3"),
-        ({"lengths": torch.tensor([1.0, 2.0])}, ValueError, "lengths has dtype float32"),
-        ({"lengths": [1, 2]}, TypeError, "lengths is of type list"),
-        ({"tokens": torch.arange(3), "lengths": torch.tensor([1])}, ValueError,
-         "lengths is given; expected None"),
-    ],
-)  # fmt: skip
-def test_bad_input(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    right: dict[str, Any] = {"tokens": torch.ones(2, 3, dtype=torch.int64), "num_tokens": 2}
-    with pytest.raises(error, match=f"^prompt_lookup: {message}"):
-        lmdecode.prompt_lookup(**(right | arguments))
+def test_bad_input() -> None:
+    for name, message in (("num_tokens", r"0; expected 1 to 2\^24"), ("max_ngram", "0")):
+        numbers = {"num_tokens": 2, name: 0}
+        with pytest.raises(ValueError, match=f"^prompt_lookup: {name} is {message}"):
+            lmdecode.prompt_lookup(torch.ones(2, 3, dtype=torch.int64), **numbers)

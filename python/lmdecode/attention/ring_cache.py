@@ -71,7 +71,7 @@ def ring_cache_append_(
         )
     _append(
         keys, values, _contiguous_vectors(k), _contiguous_vectors(v), position, rows,
-        num_sink_tokens,
+        check_int(op, "num_sink_tokens", num_sink_tokens),
     )  # fmt: skip
 
 

@@ -101,6 +101,33 @@ def padded_prompts(prompts) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.fixture
+def run_synced(llama, prompts, monkeypatch) -> Callable[..., torch.Tensor]:
+    """Return ``run(module, synced_gpus, **arguments)``: the others end three steps after ours."""
+
+    def run(module: Any, synced_gpus: bool | None, **arguments: Any) -> torch.Tensor:
+        forwards, extra_steps, after_end = [], 3, 0
+        hook = llama.register_forward_pre_hook(lambda *_: forwards.append(None))
+
+        def has_unfinished(this_peer_finished, synced_gpus, device):
+            nonlocal after_end
+            assert synced_gpus is True
+            after_end += this_peer_finished
+            return after_end <= extra_steps
+
+        monkeypatch.setattr(llama, "_has_unfinished_sequences", has_unfinished)
+        monkeypatch.setattr(module, "needs_synced_gpus", lambda model: True)
+        try:
+            got = llama.generate(prompts, **arguments, synced_gpus=synced_gpus)
+        finally:
+            hook.remove()
+            monkeypatch.undo()
+        assert len(forwards) == arguments["max_new_tokens"] + extra_steps
+        return got
+
+    return run
+
+
 class WarperSpy:
     """Counts how often transformers' own last steps run."""
 

@@ -277,27 +277,11 @@ def test_criteria_alone_materialise_nothing(llama, prompts, monkeypatch):
 
 
 @pytest.mark.parametrize("given", [True, None], ids=["given", "found"])
-def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypatch, given):
+def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, run_synced, given):
     from lmdecode.integrations.transformers.beam import generate_beam_search
 
-    forwards, extra_steps = [], 3
-    hook = llama.register_forward_pre_hook(lambda *_: forwards.append(None))
-
-    def has_unfinished(this_peer_finished, synced_gpus, device):
-        assert synced_gpus is True
-        has_unfinished.after_end += this_peer_finished
-        return has_unfinished.after_end <= extra_steps
-
-    has_unfinished.after_end = 0
-    monkeypatch.setattr(llama, "_has_unfinished_sequences", has_unfinished)
-    monkeypatch.setattr(generate_beam_search, "needs_synced_gpus", lambda model: True)
     arguments = {"num_beams": 3, "max_new_tokens": 5, "eos_token_id": None}
-    try:
-        got = llama.generate(prompts, **arguments, synced_gpus=given, custom_generate=beam_search)
-    finally:
-        hook.remove()
-        monkeypatch.undo()
-    assert len(forwards) == 5 + extra_steps
+    got = run_synced(generate_beam_search, given, **arguments, custom_generate=beam_search)
     assert torch.equal(got, both(llama, prompts, **arguments)[0])
 
 

@@ -313,30 +313,15 @@ def test_as_a_method_of_a_model(prompts, make_model):
 
 
 @pytest.mark.parametrize("given", [True, None], ids=["given", "found"])
-def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, monkeypatch, given):
+def test_synced_gpus_runs_on_until_the_others_are_done(llama, prompts, run_synced, given):
     from lmdecode.integrations.transformers.sampling import generate_sampling
 
-    forwards, extra_steps = [], 3
-    hook = llama.register_forward_pre_hook(lambda *_: forwards.append(None))
-
-    def has_unfinished(this_peer_finished, synced_gpus, device):
-        assert synced_gpus is True
-        has_unfinished.after_end += this_peer_finished
-        return has_unfinished.after_end <= extra_steps
-
-    has_unfinished.after_end = 0
-    monkeypatch.setattr(llama, "_has_unfinished_sequences", has_unfinished)
-    monkeypatch.setattr(generate_sampling, "needs_synced_gpus", lambda model: True)
     arguments = {
         "do_sample": True, "max_new_tokens": 5, "eos_token_id": None, "seed": torch.arange(3),
+        "custom_generate": sample,
     }  # fmt: skip
-    try:
-        got = llama.generate(prompts, **arguments, synced_gpus=given, custom_generate=sample)
-    finally:
-        hook.remove()
-        monkeypatch.undo()
-    assert len(forwards) == 5 + extra_steps
-    assert torch.equal(got, llama.generate(prompts, **arguments, custom_generate=sample))
+    got = run_synced(generate_sampling, given, **arguments)
+    assert torch.equal(got, llama.generate(prompts, **arguments))
 
 
 def test_needs_synced_gpus_without_a_process_group(llama):
