@@ -32,7 +32,7 @@ MAKERS: dict[str, set[str]] = {
 }
 
 # Lines of sources by folder. A change that needs more says so here, in the same commit.
-MOST_LINES = {"csrc": 45_680, "python": 68_850, "tests": 86_420, "benchmarks": 13_400}
+MOST_LINES = {"csrc": 45_680, "python": 68_850, "tests": 86_520, "benchmarks": 13_400}
 
 
 @functools.cache
