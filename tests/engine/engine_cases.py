@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from tests.decoder.causal_steps import free_blocks
 from tests.support.causal_models import EOS, VOCAB
 
 CAPACITY = 120
+ENGINE = str(Path(lmdecode.__file__).parent / "decoder/engine")
 
 
 class OddTokens:
@@ -142,6 +146,60 @@ def check_step_fails(
     for request in running:
         with pytest.raises(RuntimeError, match=r"a step failed \(no memory\)"):
             request.result()
+
+
+def check_interrupts(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine,
+    submit: Callable[[], list[Request]],
+    want: Sequence[Any],
+    is_empty: Callable[[], bool] = lambda: True,
+) -> None:
+    """Interrupt the first and the second step before each of their lines: nothing is held."""
+    left = sys.maxsize
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(ENGINE):
+            return None
+        left -= event == "line"
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    def traced(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            before = sys.gettrace()
+            sys.settrace(trace if left < sys.maxsize else before)
+            try:
+                return method(*arguments)
+            finally:
+                sys.settrace(before)
+
+        return call
+
+    for name in ("_admit", "_compute"):
+        monkeypatch.setattr(engine, name, traced(getattr(engine, name)))
+    for steps in range(2):
+        for line in itertools.count():
+            requests = submit()
+            for _ in range(steps):
+                engine.step()
+            left = line
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                left = sys.maxsize
+                assert is_empty()
+            is_last, left = left < sys.maxsize, sys.maxsize
+            run(engine, *requests)
+            for request, wanted in zip(requests, want, strict=True):
+                if request.finish_reason != "error" or is_last:
+                    assert outcome(request.result()) == wanted
+            assert is_empty() and is_whole(engine)
+            if is_last:
+                break
 
 
 def run(engine: Engine, *requests: Request) -> None:

@@ -19,6 +19,7 @@ from lmdecode.decoder.searches import DecodingSearches
 from tests.decoder.decoder_models import END, PAD, VOCAB, make_inputs, make_model
 from tests.engine.engine_cases import (
     OddTokens,
+    check_interrupts,
     check_step_fails,
     is_whole,
     live_of,
@@ -331,6 +332,22 @@ def test_a_step_that_fails_ends_those_that_run(
         alone(bart, input_ids=SOURCES[2], max_new_tokens=9, num_beams=2)
     )
     assert is_whole(engine)
+
+
+def test_an_interrupt_at_any_line_holds_no_place(
+    bart: lmdecode.Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = [
+        {"input_ids": SOURCES[i], "max_new_tokens": 4, "num_beams": beams}
+        for i, beams in enumerate((1, 2))
+    ]
+    engine = engine_of(bart, max_requests=2)
+    check_interrupts(
+        monkeypatch,
+        engine,
+        lambda: [engine.submit(**arguments) for arguments in given],
+        [outcome(alone(bart, **arguments)) for arguments in given],
+    )
 
 
 def test_an_engine_of_a_saved_model(bart: lmdecode.Decoding, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.engine.engine_cases import (
     CAPACITY,
     OddTokens,
     alone,
+    check_interrupts,
     check_step_fails,
     greedy,
     is_whole,
@@ -202,6 +203,23 @@ def test_an_interrupt_between_any_two_lines(
     prompt = random_tokens(9, 1).tolist()
     again = engine.submit(prompt, max_new_tokens=5, eos_token_id=())
     assert again.result().tokens == greedy(llama, prompt, 5)
+
+
+def test_an_interrupt_at_any_line_holds_no_place(
+    llama: lmdecode.Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [random_tokens(9, n).tolist() for n in range(2)]
+    given: list[dict[str, Any]] = [
+        {"prompt_ids": prompt, "max_new_tokens": 4, "num_beams": beams}
+        for prompt, beams in zip(prompts, (1, 2), strict=True)
+    ]
+    engine = llama.engine(max_requests=4, capacity=CAPACITY)
+    check_interrupts(
+        monkeypatch,
+        engine,
+        lambda: [engine.submit(**arguments) for arguments in given],
+        [outcome(alone(llama, **arguments)) for arguments in given],
+    )
 
 
 def test_seconds_ahead_are_a_number(llama: lmdecode.Decoding) -> None:

@@ -19,6 +19,7 @@ from tests.engine.engine_cases import (
     CAPACITY,
     OddTokens,
     alone,
+    check_interrupts,
     is_whole,
     options_of,
     outcome,
@@ -340,6 +341,19 @@ def test_a_step_that_fails() -> None:
     assert all(request.finish_reason == "error" for request in requests)
     assert is_empty(drafts_of(engine)) and is_whole(engine)
     assert engine.submit(prompt, **LONG).result() == alone(decoding, prompt, **LONG)
+
+
+def test_an_interrupt_at_any_line_holds_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, prompt = decoding_of(*LLAMA), random_tokens(12, 1).tolist()
+    options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": ()}
+    engine = decoding.engine(max_requests=2, capacity=CAPACITY, assistant_model=decoding, **SURE)
+    check_interrupts(
+        monkeypatch,
+        engine,
+        lambda: [engine.submit(prompt, **options)],
+        [outcome(alone(decoding, prompt, **options))],
+        lambda: is_empty(drafts_of(engine)),
+    )
 
 
 def test_bad_input() -> None:

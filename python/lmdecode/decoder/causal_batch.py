@@ -209,7 +209,7 @@ class CausalBatch:
             )
         request_id = self._new_id("fork", request_id)
         self._running[request_id] = child = LoopSequence((), 0)
-        child.places = self._steps.places.take((), 1)
+        self._steps.places.take(child.places, ())
         parents = torch.arange(self._caches.sequences, device="cpu")
         parents[child.places] = sequence.places[0]
         self._caches.reorder(parents)

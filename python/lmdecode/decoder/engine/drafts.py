@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -135,12 +136,28 @@ class Drafts:
     def __init__(
         self, drafting: Drafting, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
     ) -> None:
-        source = drafting.new_source(
-            rows=rows, capacity=capacity, dialect=dialect, max_step_tokens=max_step_tokens
+        self._new_source = partial(
+            drafting.new_source,
+            rows=rows,
+            capacity=capacity,
+            dialect=dialect,
+            max_step_tokens=max_step_tokens,
         )
         self.most_rows = drafting.most_rows
+        self._take(self._new_source())
+
+    def _take(self, source: DraftSource) -> None:
         self._source: DraftSource | None = source
         self._observer = source if isinstance(source, HiddenSource) else None
+
+    def clear(self) -> None:
+        """Begin anew without texts: a call may have been interrupted between any two lines."""
+        if self._source is not None:
+            self._source = self._observer = None  # its memory is free for the new one
+            try:
+                self._take(self._new_source())
+            except Exception as error:
+                self._fail(error)
 
     def begin(
         self, row: int, prompt: Sequence[int], rules: RowRules, ends: Collection[int]

@@ -92,8 +92,9 @@ class EncoderDecoderSteps:
 
     def begin(self, sequence: WrittenSequence) -> None:
         """See ``ModelSteps``."""
-        first = self._free.pop() * self._num_beams
+        first = self._free[-1] * self._num_beams
         sequence.places = list(range(first, first + sequence.num_beams))
+        self._free.pop()  # an interrupted call leaves no place without an owner
         self.reading.append(sequence)
 
     def encode(self) -> list[Ended]:

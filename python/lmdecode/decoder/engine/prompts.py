@@ -61,23 +61,26 @@ class Places:
         """How many can be taken."""
         return len(self._free)
 
-    def take(self, prompt: tuple[int, ...], count: int = 1, like: int = -1) -> list[int]:
+    def take(
+        self, into: list[int], prompt: tuple[int, ...], count: int = 1, like: int = -1
+    ) -> None:
         """Take places; the first is for this prompt, the others hold nothing.
 
         Place ``like``, which holds the beginning of the prompt, is taken last, and is the first one
-        then: with what it holds.
+        then: with what it holds. ``into`` has them before they are taken: an interrupted call
+        leaves no place without an owner.
         """
         empty = [place for place in reversed(self._free) if place not in self._prompts]
         kept = [place for place in self._free if place in self._prompts and place != like]
         taken = [*empty, *kept][:count]
         if len(taken) < count:
             taken.insert(0, like)
+        into += taken
         for place in taken:
             if place != like:
                 self._forget(place)
             del self._free[place]
         self._prompts[taken[0]] = prompt
-        return taken
 
     def give_back(self, place: int, *, keep: int = 0) -> None:
         """Free a place; it keeps at most the first ``keep`` tokens of its prompt."""
@@ -326,7 +329,7 @@ class PromptReader(Generic[S]):
         """Assign places to a sequence; enough are free."""
         prompt = sequence.prompt_ids
         of, length = self._places.longest_common(prompt)
-        sequence.places = self._places.take(prompt, sequence.num_beams, of)
+        self._places.take(sequence.places, prompt, sequence.num_beams, of)
         self.sequences.append(sequence)
         self._look_for_prefix(sequence, of, length)
 

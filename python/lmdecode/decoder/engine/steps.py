@@ -204,6 +204,9 @@ class CausalSteps:
     def clear(self) -> None:
         """See ``ModelSteps``."""
         self.reader.sequences, self._entries, self._ahead = [], None, []
+        self._told.clear()
+        if self._drafts is not None:
+            self._drafts.clear()
 
     def flush(self) -> None:
         """See ``ModelSteps``."""
