@@ -196,7 +196,7 @@ inline constexpr OpSchema kOpSchemas[] = {
     {"packed_linear.out(Tensor x, Tensor packed, int out_features, int format, Tensor? bias, "
      "int activation, Tensor? multiplier, Tensor? residual, *, Tensor(a!) out) -> ()",
      Devices::kCpuOnly},
-    // x [..., in_features] in float32, bfloat16 or float16, as the result.
+    // x [..., in_features] in float32, bfloat16 or float16, as the bias and the result.
     {"packed_linear_rows(Tensor x, Tensor packed, int out_features, int format, Tensor? bias) -> "
      "Tensor",
      Devices::kCpuOnly},

@@ -421,7 +421,11 @@ Tensor linear_rows(const Tensor& x, const Tensor& packed, int64_t out_features, 
   sizes.push_back(out_features);
   Tensor flat = in_dtype(x, ScalarType::Float);
   if (x.dim() != 2) flat = torch::stable::reshape(flat, {rows, features});
-  const OptionalTensor added = bias ? in_dtype(*bias, ScalarType::Float) : bias;
+  OptionalTensor added;
+  if (bias) {
+    Arguments(kRowsOp).strided<const void>("bias", *bias, {out_features}, nullptr, dtype);
+    added = in_dtype(*bias, ScalarType::Float);
+  }
   const Tensor y = linear(flat, packed, out_features, format, added, 0, std::nullopt, std::nullopt);
   return torch::stable::view(in_dtype(y, dtype), sizes);
 }

@@ -128,6 +128,9 @@ TAKES: dict[str, tuple[str, str]] = {
     "pack_gguf_linear": ("blocks: 0- 0+ meta", ""),
     "dequantize_gguf": ("blocks: 0- 0+ meta", ""),
     "packed_linear": ("x: 0-? 0+?", ""),
+    "packed_linear_rows": ("x: rank+ rank- 0- 0+ 1- 1+", ""),
+    "unpack_linear": ("packed: meta", ""),
+    "batched_matmul": ("a: 1- 1+; b: 2- 2+", ""),
     "layer_norm": ("x: rank+ rank- 0- 0+ 1-? 1+? meta?", "eps<"),
     "rms_norm": ("x: rank+ rank- 0- 0+", "eps<"),
     "top_k_top_p_sample": (
