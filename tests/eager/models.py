@@ -27,7 +27,7 @@ _BART = {
 # torch._grouped_mm refuses strides that are no multiple of 16 bytes.
 _GROUPED = {
     "hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 5, "num_key_value_heads": 1,
-    "head_dim": 8,
+    "head_dim": 8, "num_hidden_layers": 2,
 }  # fmt: skip
 _EXPERTS = {**_GROUPED, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
