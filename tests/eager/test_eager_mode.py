@@ -332,4 +332,63 @@ def test_strict_refuses_what_is_not_covered(layer: nn.Linear) -> None:
         y.addcmul_(X, X).relu_().cumsum(1)
         for each in models:
             each(texts(2), use_cache=False)
-        X.double() @ X.double().t()  # torch's own
+        X.double().exp().sum(1)
+
+
+@torch.no_grad()
+def test_a_weight_that_follows_another_in_its_place_is_its_own() -> None:
+    """Of models that come and go, new parameters have the address and the id of old ones."""
+    x = torch.tensor([1, 2])
+    with batch_invariant(release=True):
+        for _ in range(60):
+            embedding, head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+            head.weight = embedding.weight
+            found = head(embedding(x))
+            expected = embedding.weight[x].double() @ embedding.weight.double().t()
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+            del embedding, head
+        gc.collect()
+        assert batch_invariant.memory().packed == 0
+
+
+@torch.no_grad()
+def test_a_released_weight_that_others_read_comes_back() -> None:
+    weight = nn.Parameter(torch.randn(20, 30))
+    expected = weight.norm(), weight.sum(-1), weight.exp()
+    for number in range(3):
+        with batch_invariant(release=True):
+            F.linear(X[:, :30], weight)
+            assert weight.numel() == 0
+            found = (weight.norm, lambda: weight.sum(-1), weight.exp)[number]()
+            assert torch.equal(found, expected[number]) and weight.shape == (20, 30)
+            F.linear(X[:, :30], weight)
+            assert weight.shape == (20, 30)
+
+
+@torch.no_grad()
+def test_views_of_a_parameter_are_bounded() -> None:
+    table = nn.Parameter(torch.randn(300, 64))
+    with batch_invariant():
+        for length in range(1, 301):
+            assert torch.equal(
+                (X[:2, :64] @ table[:length].t())[:1], X[:1, :64] @ table[:length].t()
+            )
+        assert batch_invariant.memory().packed < 16 * table.nbytes
+
+
+@torch.no_grad()
+def test_strict_looks_at_dtypes() -> None:
+    whole, imaginary = torch.arange(1, 11), torch.complex(X, X)
+    refused: dict[str, Callable[[], Any]] = {
+        "linear is not covered for torch.float64": lambda: F.linear(X.double(), X.double()),
+        "mul.Tensor is not covered for complex": lambda: imaginary * 2,
+        "pow.Tensor_Scalar is not covered for torch.int64": lambda: whole**0.3,
+        "index_put is not covered where it accumulates": lambda: torch.zeros(5).index_put(
+            (whole % 5,), whole.float(), accumulate=True),
+    }  # fmt: skip
+    for error, call in refused.items():
+        with batch_invariant(strict=True), pytest.raises(NotImplementedError, match=error):
+            call()
+    with batch_invariant(strict=True):
+        torch.zeros(5).index_put((whole[:4],), X[0, :4])
+        assert whole.sum() == 55 and (whole * 2).max() == 20

@@ -14,7 +14,7 @@ from lmdecode._ops import ops
 from lmdecode.attention.ops import sliding_window_attention
 from lmdecode.eager.packed_weights import FORMATS, PackedWeight, PackedWeights, owner_of
 
-__all__ = ["KERNELS", "WEIGHTS"]
+__all__ = ["ELEMENTWISE", "KERNELS", "PRODUCTS", "WEIGHTS"]
 
 WEIGHTS = PackedWeights()
 # A kernel of torch, and one that takes its place: the first argument is the kernel of torch.
@@ -68,7 +68,6 @@ def _linear(torchs: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``a @ b + bias`` for ``[rows, inner]`` and ``[inner, columns]``."""
-    WEIGHTS.keep(b)
     return _rows_by(WEIGHTS.of(b.t(), owner_of(b)), a, bias)
 
 
@@ -161,7 +160,6 @@ def _grouped_mm(
         or out_dtype not in (None, a.dtype)
     ):
         return torchs(a, b, offs, bias, out_dtype)
-    WEIGHTS.keep(b)
     owner, begin = owner_of(b), 0
     out = a.new_zeros(a.shape[0], b.shape[2])
     for group, end in enumerate(offs.tolist()):
@@ -330,6 +328,15 @@ def _power_of(torchs: Kernel, base: Any, x: Tensor) -> Tensor:
 
 @_kernel("embedding")
 def _embedding(torchs: Kernel, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Look up rows of a weight that a linear layer may have, too."""
-    WEIGHTS.keep(weight)
+    """Torch's: it is here as a weight that it reads is not let go."""
     return torchs(weight, *args, **options)
+
+
+#: Kernels that take floats alone, and those that take one dtype of :data:`FORMATS`.
+ELEMENTWISE = {
+    name for name, kernel in KERNELS.items() if kernel in (_elementwise, _power, _power_of, _rsqrt)
+}
+PRODUCTS = {
+    "linear", "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "vdot", "_grouped_mm",
+    "scaled_dot_product_attention",
+}  # fmt: skip

@@ -33,6 +33,9 @@ def _refusing(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
             check_no_gradient(op, **dict(zip(names, args, strict=False)), **options)
+        if WEIGHTS.releasing and name != "linear":
+            for tensor in args:
+                WEIGHTS.keep(tensor)
         return kernel(*args, **options)
 
     return checked
@@ -152,7 +155,7 @@ class batch_invariant(ContextDecorator):
                 WEIGHTS.release()
                 stack.callback(WEIGHTS.restore)
             if self._strict:
-                stack.enter_context(Strict(_kernels()))
+                stack.enter_context(Strict())
             self._entered.append(stack.pop_all())
         return self
 

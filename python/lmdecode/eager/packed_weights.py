@@ -46,13 +46,16 @@ def _pack(weight: Tensor, version: int = -1, address: int = 0) -> PackedWeight:
     return PackedWeight(packed, format, outputs, inputs, weight.dtype, version, address)
 
 
+_LEAST_VIEWS = 1 << 16  # bytes of views of one parameter that are kept in any case
+
+
 @dataclass(slots=True)
 class _Copies:
     """What is kept of a parameter."""
 
     owner: weakref.ref[Parameter]
     whole: PackedWeight | None = None
-    # By offset, shape and strides.
+    # By offset, shape, strides and dtype.
     views: dict[tuple[Any, ...], PackedWeight] = field(default_factory=dict)
     # Whether its own memory was let go, or must stay as others read it.
     released: bool = False
@@ -74,7 +77,7 @@ class PackedWeights:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._copies: dict[int, _Copies] = {}
-        self._releasing = 0  # contexts that let the originals go
+        self.releasing = 0  # contexts that let the originals go
 
     def known(self, weight: Tensor) -> PackedWeight | None:
         """Return the packed copy of a whole parameter, where it has one that still holds."""
@@ -86,36 +89,46 @@ class PackedWeights:
         same = found.version == weight._version and found.address == weight.data_ptr()
         return found if same and found.dtype is weight.dtype else None
 
+    def _copies_of(self, owner: Parameter) -> _Copies:
+        key = id(owner)
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = _Copies(weakref.ref(owner, lambda _: self._copies.pop(key, None)))
+            self._copies[key] = copies
+        return copies
+
     def of(self, weight: Tensor, owner: Parameter | None) -> PackedWeight:
         """Return the packed copy of ``[out_features, in_features]``, of a parameter or a view."""
         if owner is None:
             return _pack(weight)
         with self._lock:
-            copies = self._copies.get(id(owner))
-            if copies is None:
-                key = id(owner)
-                copies = _Copies(weakref.ref(owner, lambda _: self._copies.pop(key, None)))
-                self._copies[key] = copies
+            copies = self._copies_of(owner)
             version, address = owner._version, owner.data_ptr()
             if weight is not owner:
-                place = (weight.storage_offset(), weight.shape, weight.stride())
+                place = (weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
                 found = copies.views.get(place)
                 if found is None or (found.version, found.address) != (version, address):
-                    found = copies.views[place] = _pack(weight, version, address)
+                    found = _pack(weight, version, address)
+                    held = sum(view.packed.nbytes for view in copies.views.values())
+                    if held > 8 * owner.nbytes + _LEAST_VIEWS:  # a table that is cut ever otherwise
+                        copies.views.clear()
+                    copies.views[place] = found
                 return found
             if (found := self.known(weight)) is None:
                 found = copies.whole = _pack(weight, version, address)
                 copies.released = False
-            if self._releasing and not (copies.kept or copies.released) and weight.is_contiguous():
+            if self.releasing and not (copies.kept or copies.released) and weight.is_contiguous():
                 copies.released = True
                 self._set(owner, torch.empty(0, dtype=owner.dtype, device="cpu"))
             return found
 
-    def keep(self, weight: Tensor) -> None:
+    def keep(self, weight: object) -> None:
         """Give a parameter that others read its memory back, and do not let it go again."""
-        if self._releasing and (owner := owner_of(weight)) is not None:
+        if not self.releasing or not isinstance(weight, Tensor):
+            return
+        if (owner := owner_of(weight)) is not None:
             with self._lock:
-                copies = self._copies.setdefault(id(owner), _Copies(weakref.ref(owner)))
+                copies = self._copies_of(owner)
                 copies.kept = True
                 self._restore(copies)
 
@@ -123,7 +136,7 @@ class PackedWeights:
         """Return the bytes of the packed copies, and of the originals that were let go."""
         packed = released = 0
         with self._lock:
-            for copies in self._copies.values():
+            for copies in list(self._copies.values()):
                 packed += sum(view.packed.nbytes for view in copies.views.values())
                 if (whole := copies.whole) is not None:
                     packed += whole.packed.nbytes
@@ -134,13 +147,13 @@ class PackedWeights:
     def release(self) -> None:
         """Let parameters go as they are packed, until as many calls of :meth:`restore`."""
         with self._lock:
-            self._releasing += 1
+            self.releasing += 1
 
     def restore(self) -> None:
         """Give every parameter its memory back, unless others let them go, too."""
         with self._lock:
-            self._releasing -= 1
-            for copies in list(self._copies.values()) if self._releasing == 0 else ():
+            self.releasing -= 1
+            for copies in list(self._copies.values()) if self.releasing == 0 else ():
                 self._restore(copies)
                 copies.kept = False
 

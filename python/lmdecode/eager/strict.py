@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lmdecode.eager.kernels import ELEMENTWISE, KERNELS, PRODUCTS
+from lmdecode.eager.packed_weights import FORMATS
 
 __all__ = ["Strict"]
 
@@ -34,38 +36,45 @@ _KNOWN = frozenset(f"{_EXACT} {_MOVED}".split())
 
 
 class Strict(TorchDispatchMode):
-    """Raises NotImplementedError for the first call of any other operator in this thread.
-
-    ``covered`` are names of operators whose kernels were replaced, such as ``"sum.dim_IntList"``.
-    """
-
-    def __init__(self, covered: Container[str]) -> None:
-        super().__init__()
-        self._covered = covered
+    """Raises NotImplementedError for the first call of any other operator in this thread."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._check(func, tensors, kwargs)
+        namespace, _, name = func._schema.name.partition("::")
+        if tensors and namespace != "lmdecode":
+            operator = f"{name}.{func._schema.overload_name}".removesuffix(".")
+            known = namespace == "aten" and (
+                func.is_view or operator in KERNELS or name.removesuffix("_") in _KNOWN
+            )
+            fault = self._fault(operator, known, tensors, args, kwargs)
+            if fault is not None:
+                raise NotImplementedError(
+                    f"batch_invariant: {namespace}::{operator} {fault}; expected operators whose "
+                    "rows have the same bits in any batch, as strict=True"
+                )
         return func(*args, **kwargs)
 
-    def _check(self, func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
-        schema = func._schema
-        namespace, _, name = schema.name.partition("::")
-        overload = f"{name}.{schema.overload_name}".removesuffix(".")
-        if namespace == "lmdecode" or not any(t.dtype.is_floating_point for t in tensors):
-            return
-        fault = ""
+    @staticmethod
+    def _fault(
+        operator: str, known: bool, tensors: list[Tensor], args: Any, kwargs: Any
+    ) -> str | None:
+        name = operator.partition(".")[0].removesuffix("_")
+        if operator in ELEMENTWISE and not tensors[0].is_floating_point():
+            return f"is not covered for {tensors[0].dtype}"
+        if any(tensor.is_complex() for tensor in tensors):
+            return "is not covered for complex numbers"
+        floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+        if not floats:
+            return None
         if any(tensor.device.type != "cpu" for tensor in tensors):
-            fault = f"is called with a tensor on {tensors[0].device}"
-        elif namespace != "aten" or not (
-            func.is_view or overload in self._covered or name.removesuffix("_") in _KNOWN
-        ):
-            fault = "is not covered"
-        elif kwargs.get("alpha", 1) != 1 and name.removesuffix("_") in ("add", "sub", "rsub"):
-            fault = "is not covered with an alpha other than 1"
-        if fault:
-            raise NotImplementedError(
-                f"batch_invariant: {namespace}::{overload} {fault}; expected operators whose rows "
-                "have the same bits in any batch, as strict=True"
-            )
+            return f"is called with a tensor on {tensors[0].device}"
+        if not known:
+            return "is not covered"
+        if operator in PRODUCTS and not all(t.dtype in FORMATS for t in floats):
+            return f"is not covered for {floats[0].dtype}"
+        if kwargs.get("alpha", 1) != 1 and name in ("add", "sub", "rsub"):
+            return "is not covered with an alpha other than 1"
+        if name == "index_put" and (kwargs.get("accumulate") or args[3:4] == (True,)):
+            return "is not covered where it accumulates"
+        return None
