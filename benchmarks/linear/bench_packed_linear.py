@@ -37,7 +37,15 @@ def _fbgemm(x: Tensor, weight: Tensor) -> Contestant | None:
         warnings.simplefilter("ignore")  # deprecated, and still torch's fastest
         quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
     packed = torch.ops.quantized.linear_prepack(quantised, None)
-    return Contestant(FBGEMM, partial(torch.ops.quantized.linear_dynamic, x, packed, False))
+    # Without VNNI its sums of two products saturate at 16 bits, unless x has 7 bits.
+    reduce_range = lmdecode.cpu_capability() in ("default", "avx2")
+    return Contestant(FBGEMM, partial(torch.ops.quantized.linear_dynamic, x, packed, reduce_range))
+
+
+def has_onednn(dtype: str) -> bool:
+    """Return whether oneDNN has a packed product of a dtype on this processor."""
+    supported = dtype != "bf16" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and supported
 
 
 def _peers(x: Tensor, weight: Tensor, dtype: str) -> list[Contestant]:
@@ -47,7 +55,7 @@ def _peers(x: Tensor, weight: Tensor, dtype: str) -> list[Contestant]:
     if dtype == "bf16":  # of rows that are bfloat16 already, and results that are
         x, weight = x.bfloat16(), weight.bfloat16()
     contestants = [Contestant(LINEAR, partial(F.linear, x, weight))]
-    if torch.backends.mkldnn.is_available():
+    if has_onednn(dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
         arguments = (x, packed, None, "none", [], "")
         onednn = partial(torch.ops.mkldnn._linear_pointwise, *arguments)
