@@ -168,9 +168,8 @@ inline constexpr OpSchema kOpSchemas[] = {
     // The floats of a packed weight, float32 [out_features, in_features].
     {"unpack_linear(Tensor packed, int out_features, int in_features, int format) -> Tensor",
      Devices::kCpuOnly},
-    // a [batch, rows, inner] times b [batch, inner, columns], with the bits of packed_linear;
-    // format
-    // 0 or 1.
+    // a [batch, rows, inner] times b [batch, inner, columns], with the bits of packed_linear; the
+    // format is 0 or 1.
     {"batched_matmul(Tensor a, Tensor b, int format) -> Tensor", Devices::kCpuOnly},
     // A weight that is already int4: weight uint8 [out_features, in_features], scales float16 and
     // zeros uint8 [out_features, groups]. The group size determines the format: 4, 5 or 6, but 3

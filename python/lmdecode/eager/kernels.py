@@ -218,6 +218,10 @@ def _attention(
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
+#: So far: kernels that take one dtype of :data:`FORMATS`.
+PRODUCTS = frozenset(KERNELS)
+
+
 # --- Rows of a reduction --------------------------------------------------------------------------
 
 # TensorIterator gives a thread this many elements or more, and cuts a single sum of more in parts.
@@ -332,11 +336,7 @@ def _embedding(torchs: Kernel, weight: Tensor, *args: Any, **options: Any) -> Te
     return torchs(weight, *args, **options)
 
 
-#: Kernels that take floats alone, and those that take one dtype of :data:`FORMATS`.
+#: Kernels that take floats alone.
 ELEMENTWISE = {
     name for name, kernel in KERNELS.items() if kernel in (_elementwise, _power, _power_of, _rsqrt)
 }
-PRODUCTS = {
-    "linear", "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "vdot", "_grouped_mm",
-    "scaled_dot_product_attention",
-}  # fmt: skip

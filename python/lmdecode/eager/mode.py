@@ -16,7 +16,7 @@ from lmdecode.eager.kernels import KERNELS, WEIGHTS
 from lmdecode.eager.packed_weights import Memory
 from lmdecode.eager.strict import Strict
 
-__all__ = ["Memory", "batch_invariant"]
+__all__ = ["batch_invariant"]
 
 
 def overload(name: str) -> Any:

@@ -40,9 +40,8 @@ def owner_of(weight: Tensor) -> Parameter | None:
 
 
 def _pack(weight: Tensor, version: int = -1, address: int = 0) -> PackedWeight:
-    packed = ops.pack_linear.default(weight.detach().float(), FORMATS[weight.dtype])
-    outputs, inputs = weight.shape
-    format = FORMATS[weight.dtype]
+    format, (outputs, inputs) = FORMATS[weight.dtype], weight.shape
+    packed = ops.pack_linear.default(weight.detach().float(), format)
     return PackedWeight(packed, format, outputs, inputs, weight.dtype, version, address)
 
 
