@@ -48,7 +48,7 @@ FT = decoding_case(1, 2, 2, 8)
 ALLOWED = torch.full((6, 2), -1, dtype=torch.int32)
 
 LLAMA, WHISPER = random_model("llama", "plain"), make_whisper()
-MISTRAL = copy.deepcopy(random_model("mistral", "window"))
+EAGER, MISTRAL = copy.deepcopy(LLAMA), copy.deepcopy(random_model("mistral", "window"))
 MODELS = {kind: make_model(kind) for kind in ("marian", "t5")}
 INPUTS = {kind: make_inputs(kind) for kind in MODELS}
 MEMORIES = {kind: normal(7, model.config.d_model) for kind, model in MODELS.items()}
@@ -277,8 +277,14 @@ def packed_models(folder: Path) -> Any:
         yield [m.packed for m in model.modules() if isinstance(m, hf.PackedLinearModule)]
 
 
+@case("batch_invariant")
+def eager_models(folder: Path) -> Any:
+    with lmdecode.batch_invariant():
+        yield EAGER(IDS).logits
+
+
 # Models of transformers compute by torch's autocast.
-WITHOUT_AUTOCAST = {"loops_of_transformers"}
+WITHOUT_AUTOCAST = {"loops_of_transformers", "eager_models"}
 
 
 @case()
