@@ -149,12 +149,13 @@ class Batches:
         num_assistant_tokens_schedule: str | None = None,
         prompt_lookup_num_tokens: int | None = None,
         max_matching_ngram_size: int | None = None,
+        cache_bytes: int | None = None,
     ) -> Engine:
         """Return an engine: requests in, texts out.
 
         Parameters
         ----------
-        max_requests, capacity, max_step_tokens, dialect, num_beams, source
+        max_requests, capacity, max_step_tokens, dialect, num_beams, source, cache_bytes
             See ``Engine``. What ends a text is what ends it for ``generate``.
         store : KVStore, optional
             Of a decoder-only model, opened with ``fingerprint()``: prompts that are stored need not
@@ -220,6 +221,7 @@ class Batches:
             num_beams=num_beams,
             source=source,
             drafting=drafting,
+            cache_bytes=cache_bytes,
             **more,
             eos_token_id=(ends,) if isinstance(ends, int) else tuple(ends),
         )

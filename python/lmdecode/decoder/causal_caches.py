@@ -21,6 +21,7 @@ __all__ = [
     "BLOCK_SIZE",
     "CACHE_DTYPES",
     "CHECKPOINT_INTERVAL",
+    "KEPT_SEQUENCES",
     "MOST_REQUESTS",
     "CacheParts",
     "CausalCaches",
@@ -72,6 +73,7 @@ class CacheParts(NamedTuple):
 BLOCK_SIZE = 32  # positions of a block, which the attention of a step reads at once
 # Tokens between two kept states of a sequence that may go back.
 CHECKPOINT_INTERVAL = 256
+KEPT_SEQUENCES = 64  # that need no slot, where a budget of bytes keeps them in bounds
 MOST_REQUESTS = 1 << 16  # of a batch
 
 
@@ -111,6 +113,9 @@ class CausalCaches:
     and to the last two whole multiples of ``checkpoint_interval``, of 4 times, of 16 times it and
     so on; 0: to none of these.
 
+    ``most_bytes`` is what all sequences shall have together; the caller keeps to it, by
+    ``used_bytes`` and ``bytes_for``. There are then ``KEPT_SEQUENCES`` more than ``sequences``.
+
     ``lengths``, [sequences] int32, are the positions that each sequence has; it is read-only.
     """
 
@@ -124,13 +129,18 @@ class CausalCaches:
         max_rows: int = 512,
         rollback: int = 0,
         checkpoint_interval: int = 0,
+        most_bytes: int | None = None,
     ) -> None:
         self._config = model.config
         self._windows = [window + rollback if window else 0 for window in model.cache_windows]
-        self.model, self.max_rows = model, max_rows
+        self.model, self.max_rows, self.most_bytes = model, max_rows, most_bytes
+        if most_bytes is not None:
+            sequences += KEPT_SEQUENCES
         self.sequences, self.max_length = sequences, max_length
+        self.rollback, self._interval = rollback, checkpoint_interval
         max_blocks = -(-max_length // BLOCK_SIZE)
         self._tensors: list[Tensor] = []
+        self._most_blocks: list[int] = []  # of a sequence, by cache
         self._parts = CacheParts.of(model.cache_heads, dtype)
         of_caches = zip(self._windows, model.cache_layers, model.cache_heads, strict=True)
         for window, layers, heads in of_caches:
@@ -138,7 +148,11 @@ class CausalCaches:
             of_sequence = max_blocks
             if window:  # a step's rows beside the window, each end anywhere within a block
                 of_sequence = min(of_sequence, -(-(window + max_rows) // BLOCK_SIZE) + 2)
-            num_blocks = sequences * of_sequence
+            self._most_blocks.append(of_sequence)
+            num_blocks, block = sequences * of_sequence, (layers, 2, heads.num_kv_heads, BLOCK_SIZE)
+            if most_bytes is not None:  # a caller may be wrong by a sequence
+                bytes_ = math.prod(block) * row_size * kind.itemsize
+                num_blocks = min(num_blocks, most_bytes // bytes_ + of_sequence)
             if num_blocks >= 1 << 31:
                 raise ValueError(
                     f"Decoding: {sequences} sequences of {max_length} tokens take {num_blocks} "
@@ -158,7 +172,7 @@ class CausalCaches:
                 counters,
             ]
         self.lengths = self._tensors[2]
-        self._states = self._state_tensors(rollback, checkpoint_interval)
+        self._states = self._state_tensors()
         self._tensors += self._states
         size = int(ops.causal_workspace_bytes(model.memory, [max_rows, sequences, max_blocks]))
         memory = model.spare_memory.take(size)
@@ -166,22 +180,28 @@ class CausalCaches:
         give_back = weakref.finalize(self, model.spare_memory.give, memory)
         give_back.atexit = False
 
-    def _state_tensors(self, rollback: int, interval: int) -> list[Tensor]:
+    def _most_states(self, length: int) -> int:
+        """Return the maximum number of states of a sequence of so many tokens."""
+        step, kept = self._interval, 1 + self.rollback
+        if step:
+            kept += 2
+            while step <= length:
+                kept, step = kept + 2, 4 * step
+        return kept
+
+    def _state_tensors(self) -> list[Tensor]:
         """Return the tensors of states, which csrc/kv_cache/state_slots.h explains; none: none."""
         size = self.model.state_size
         if size == 0:
             return []
-        kept, step = 1 + rollback, interval
-        if interval:
-            kept += 2
-            while step <= self.max_length:
-                kept, step = kept + 2, 4 * step
         # States before and after a step: slots are taken before others are freed.
-        rows, kept = self.sequences, 2 * kept
+        rows, kept = self.sequences, 2 * self._most_states(self.max_length)
         slots = rows * kept
+        if self.most_bytes is not None:
+            slots = min(slots, self.most_bytes // (4 * size) + kept)
         whole = {"dtype": torch.int32, "device": "cpu"}
         counters = torch.zeros(3 + rows, **whole)  # type: ignore[call-overload]
-        counters[:3] = torch.tensor([slots, rollback, interval], device="cpu")
+        counters[:3] = torch.tensor([slots, self.rollback, self._interval], device="cpu")
         return [
             self._reserved(4 * slots * size).view(torch.float32).view(slots, size),
             torch.zeros((rows, kept), dtype=torch.int32, device="cpu"),
@@ -196,6 +216,67 @@ class CausalCaches:
     def nbytes(self) -> int:
         """Bytes of memory, used or not, with scratch."""
         return sum(tensor.nbytes for tensor in self._tensors) + self._workspace.nbytes
+
+    @property
+    def _pools(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Yield of each pool the bytes of a block, their number, those of sequences, and counters.
+
+        A state is a block of the last pool, if there are states.
+        """
+        paged = 6 * len(self._windows)
+        for at in range(0, len(self._tensors), 6):
+            pool, blocks = self._tensors[at], self._tensors[at + (1 if at < paged else 2)]
+            number = pool.shape[3 if at < paged else 0]
+            yield pool.nbytes // number, number, blocks, self._tensors[at + 5]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the keys, values and states of all sequences."""
+        return sum(size * (number - int(counters[0])) for size, number, _, counters in self._pools)
+
+    def bytes_held_by(self, sequences: Sequence[int]) -> int:
+        """Return the bytes of some sequences' keys, values and states; shared ones count once."""
+        rows = torch.tensor(sequences, dtype=torch.int64, device="cpu")
+        return sum(
+            size * int((blocks[rows].unique() >= 0).sum()) for size, _, blocks, _ in self._pools
+        )
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """Return the most bytes that new sequences of such lengths have."""
+        total = 4 * self.model.state_size * sum(map(self._most_states, lengths))
+        for most, (size, *_) in zip(self._most_blocks, self._pools, strict=False):
+            total += size * sum(min(most, -(-length // BLOCK_SIZE)) for length in lengths)
+        return total
+
+    def bytes_to_append(self, places: Sequence[int], counts: Sequence[int]) -> int:
+        """Return the bytes that sequences take which get so many tokens in a step."""
+        rows, added = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (places, counts))
+        lengths, total = self.lengths[rows], 0
+        new = (lengths + added + (BLOCK_SIZE - 1)) // BLOCK_SIZE
+        new -= (lengths + (BLOCK_SIZE - 1)) // BLOCK_SIZE
+        for cache, (size, _, blocks, _) in zip(
+            range(len(self._windows)), self._pools, strict=False
+        ):
+            # A block that others have, too, is copied before it is written.
+            last = blocks[rows, ((lengths - 1) // BLOCK_SIZE).clamp(min=0)].clamp(min=0)
+            is_shared = (lengths % BLOCK_SIZE > 0) & (self._tensors[6 * cache + 3][last] > 1)
+            total += size * int((new + is_shared).sum())
+        if self._states:
+            most, every = self._most_states(self.max_length), self._interval or self.max_length
+            states = sum(min(most, 3 + self.rollback + 2 * n // every) for n in counts)
+            total += 4 * self.model.state_size * states
+        return total
+
+    def has_room_for(self, rows: int, tokens: int) -> bool:
+        """Whether a step of so many rows and tokens needs no look at its ``bytes_to_append``."""
+        assert self.most_bytes is not None
+        each = self.bytes_for([BLOCK_SIZE])
+        return self.used_bytes + each * (2 * rows + tokens // BLOCK_SIZE) <= self.most_bytes
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a sequence can go back to any length."""
+        return not self._states and not any(self._windows)
 
     def reachable(self, sequence: int, length: int) -> int:
         """Return the longest length, at most ``length``, with a state that a sequence keeps.

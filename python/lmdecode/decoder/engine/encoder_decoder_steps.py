@@ -90,6 +90,18 @@ class EncoderDecoderSteps:
         """See ``ModelSteps``."""
         return bool(self._free)
 
+    @property
+    def used_bytes(self) -> int:
+        """See ``ModelSteps``."""
+        return self.nbytes
+
+    def check_fits(self, sequence: WrittenSequence) -> None:
+        """See ``ModelSteps``; each slot has its memory."""
+
+    def has_memory(self, drawn: ReadRows, searched: SearchedRows) -> bool:
+        """See ``ModelSteps``."""
+        return True
+
     def begin(self, sequence: WrittenSequence) -> None:
         """See ``ModelSteps``."""
         first = self._free[-1] * self._num_beams

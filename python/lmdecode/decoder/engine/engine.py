@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_number
+from lmdecode._checks import check_int, check_number
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.beam.token_rules import TokenRules
 from lmdecode.decoder.engine.drafts import Drafting
@@ -45,6 +45,10 @@ class EngineStats(NamedTuple):
         generated tokens.
     drafted_tokens, accepted_tokens : int
         Number of tokens of drafts, and of those that were chosen.
+    cache_bytes : int
+        Bytes of keys, values and states of running requests and of kept prompts.
+    pauses : int
+        Number of times that a running request gave its memory to an older one.
     """
 
     running: int
@@ -56,6 +60,8 @@ class EngineStats(NamedTuple):
     new_tokens: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    cache_bytes: int = 0
+    pauses: int = 0
 
 
 _OP = "Engine"
@@ -94,6 +100,11 @@ class Engine:
     store : KVStore, optional
         A store with a decoder-only model's fingerprint. Stored prefixes of prompts are loaded, and
         computed ones are stored. It must stay open while the engine runs.
+    cache_bytes : int, optional
+        For a decoder-only model: the most bytes of keys, values and states, of running requests and
+        of prompts that are kept for others to share. What was used longest ago is forgotten first.
+        If running requests need more, the youngest pauses, and later goes on with the tokens that
+        it would have had. None: as many as all slots take, and a prompt is kept in a free slot.
     num_beams, source : int, optional
         For an encoder-decoder model: the maximum number of beams of a search, 4 by default; the
         maximum number of positions of an input, by default Whisper's. Memory for all slots is
@@ -137,13 +148,17 @@ class Engine:
         decoder_start_token_id: int | None = None,
         request_of_config: Callable[[Any, Any], BeamRequest] | None = None,
         drafting: Drafting | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
+        if cache_bytes is not None:
+            cache_bytes = check_int(_OP, "cache_bytes", cache_bytes, 1, 1 << 50)
         given: dict[str, Any] = {
             "max_requests": max_requests, "capacity": capacity, "max_step_tokens": max_step_tokens,
             "cache_dtype": cache_dtype, "dialect": dialect, "eos_token_id": tuple(eos_token_id),
             "store": store, "num_beams": num_beams, "source": source, "encoder": encoder,
             "decoder_start_token_id": decoder_start_token_id,
             "request_of_config": request_of_config, "drafting": drafting,
+            "cache_bytes": cache_bytes,
         }  # fmt: skip
         if isinstance(model, PackedCausalModel):
             parts = causal_parts(model, **given)
@@ -155,6 +170,7 @@ class Engine:
         self._searched = SearchedRows(self._model.caches, self._vocab)
         self._arrived: deque[WrittenSequence] = deque()  # without places
         self._steps = self._new_tokens = 0  # of searches
+        self._pauses = 0
         self._lock = threading.RLock()  # held during a step
         self._stepper: int | None = None  # the thread that runs a step
         self._asking: set[int] = set()  # threads that wait for the lock to run one
@@ -294,6 +310,7 @@ class Engine:
         return self._submit(self._submission.search_of(self, search, token_rules, given))
 
     def _submit(self, sequence: WrittenSequence) -> Request:
+        self._model.check_fits(sequence)
         with self._wake:
             self._arrived.append(sequence)
             self._wake.notify_all()
@@ -393,6 +410,8 @@ class Engine:
             new_tokens=self._new_tokens + self._drawn.num_chosen,
             drafted_tokens=self._drawn.num_drafted,
             accepted_tokens=self._drawn.num_accepted,
+            cache_bytes=self._model.used_bytes,
+            pauses=self._pauses,
         )
 
     def step(self) -> bool:
@@ -465,15 +484,34 @@ class Engine:
     def _drop_cancelled(self, told: list[RequestState]) -> None:
         cancelled = [s for s in self._seated if s.request.is_cancelled]
         for sequence in cancelled:
-            if sequence in self._model.reading:
-                self._model.reading.remove(sequence)
-            elif isinstance(sequence, SearchedSequence):
-                self._searched.end(sequence)
+            self._stop(sequence)
         self._leave_all([Ended(s, "cancelled") for s in cancelled], told)
         for sequence in [s for s in tuple(self._arrived) if s.request.is_cancelled]:
             sequence.request.end("cancelled")
             told.append(sequence.request)
             self._arrived.remove(sequence)
+
+    def _stop(self, sequence: WrittenSequence) -> None:
+        """Remove a sequence from those that read or write."""
+        if sequence in self._model.reading:
+            self._model.reading.remove(sequence)
+        elif isinstance(sequence, SearchedSequence):
+            self._searched.end(sequence)
+        elif sequence in self._drawn.running:
+            assert isinstance(sequence, DrawnSequence)
+            self._drawn.end(sequence)
+
+    def _pause(self, sequence: WrittenSequence) -> None:
+        """Take the places of the youngest sequence, which waits before all others for new ones.
+
+        What it has read of its prompt is kept while there is memory; a search begins anew.
+        """
+        self._stop(sequence)
+        self._model.leave(sequence, is_sound=True)
+        sequence.pause()
+        self._arrived.appendleft(sequence)
+        del self._seated[sequence]
+        self._pauses += 1
 
     def _admit(self) -> None:
         """Give free slots to the requests that have waited longest."""
@@ -501,6 +539,8 @@ class Engine:
                 return
         for end in self._model.encode():
             self._leave(end, told)
+        while not self._model.has_memory(drawn, searched) and len(self._seated) > 1:
+            self._pause(next(reversed(self._seated)))
         step = self._model.read(drawn, searched)
         if step is None:
             return
@@ -527,8 +567,7 @@ class Engine:
     def _leave_all(self, ended: Sequence[Ended], told: list[RequestState]) -> None:
         for end in ended:
             if end.sequence in self._drawn.running:
-                assert isinstance(end.sequence, DrawnSequence)
-                self._drawn.end(end.sequence)
+                self._stop(end.sequence)
             self._leave(end, told)
 
     def _leave(self, end: Ended, told: list[RequestState]) -> None:

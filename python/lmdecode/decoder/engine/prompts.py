@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lmdecode.decoder.causal_caches import BLOCK_SIZE, CausalCaches
+from lmdecode.decoder.causal_caches import BLOCK_SIZE, KEPT_SEQUENCES, CausalCaches
 from lmdecode.decoder.engine.request import ReadSequence
 from lmdecode.decoder.prompt_states import PromptStates, lengths_to_store
 
@@ -42,9 +42,11 @@ class Places:
     """The assignment of places to sequences, and the prompt tokens that each place holds.
 
     Only keys and values of tokens read as a prompt are shared: generated tokens have other bits. A
-    freed place keeps its prompt until the place is needed. The place freed first is reused first.
-    ``shared`` is called with the arguments of each sharing: the place, the other one, and the
-    number of tokens.
+    freed place keeps its prompt until the place or its memory is needed. The place used last is
+    reused last. ``shared`` is called with the arguments of each sharing: the place, the other one,
+    and the number of tokens.
+
+    With ``most_bytes`` of the caches, ``KEPT_SEQUENCES`` of the places are for prompts alone.
     """
 
     def __init__(
@@ -59,7 +61,22 @@ class Places:
     @property
     def num_free(self) -> int:
         """How many can be taken."""
-        return len(self._free)
+        return len(self._free) - (0 if self._caches.most_bytes is None else KEPT_SEQUENCES)
+
+    @property
+    def in_use(self) -> list[int]:
+        """The places that are not free."""
+        return [place for place in range(self._caches.sequences) if place not in self._free]
+
+    def make_room(self, size: int) -> bool:
+        """Forget prompts until so many bytes can be added; return whether they can be now."""
+        most = self._caches.most_bytes
+        if most is None:
+            return True
+        kept = [place for place in self._free if place in self._prompts]
+        while (is_short := self._caches.used_bytes + size > most) and kept:
+            self._forget(kept.pop(0))
+        return not is_short
 
     def take(
         self, into: list[int], prompt: tuple[int, ...], count: int = 1, like: int = -1
@@ -90,10 +107,19 @@ class Places:
             except ValueError:  # a layer's window has gone on
                 self._forget(place)
             else:
-                self._prompts[place] = self._prompts[place][:keep]
+                self._keep(place, self._prompts[place][:keep])
         else:
             self._forget(place)
         self._free[place] = None
+
+    def _keep(self, place: int, prompt: tuple[int, ...]) -> None:
+        """Keep a prompt, in place of those that it begins with."""
+        self._prompts[place] = prompt
+        if self._caches.most_bytes is not None and self._caches.is_plain:
+            for other in self._free:
+                known = self._prompts.get(other)
+                if known is not None and prompt[: len(known)] == known:
+                    self._forget(other)
 
     def cut(self, place: int, length: int) -> None:
         """Note that a place went back to a length: it may hold other tokens from there on."""
@@ -141,6 +167,8 @@ class Places:
             self._loaded.pop(place, None)
             return 0
         self._loaded[place] = least
+        if of in self._free:
+            self._free[of] = self._free.pop(of)
         if self._shared is not None:
             self._shared(place, of, length)
         return length
@@ -149,6 +177,8 @@ class Places:
         self._loaded.pop(place, None)
         if self._prompts.pop(place, None) is not None or int(self._caches.lengths[place]):
             self._caches.truncate([place], [0])
+            if self._shared is not None:
+                self._shared(place, place, 0)
 
 
 # --- Stored prompts -------------------------------------------------------------------------------
@@ -351,7 +381,7 @@ class PromptReader(Generic[S]):
         self.prompt_tokens += count
         if sequence.read in sequence.keep_at:
             self._stored.copy(sequence)
-        if sequence.read < len(sequence.prompt_ids):
+        if sequence.unread:
             return False
         self.sequences.remove(sequence)
         return True
@@ -397,7 +427,8 @@ class PromptReader(Generic[S]):
                 self._places.note_loaded(place, sequence.read)
         if length and not sequence.read:
             self._share(sequence, of, length)
-        sequence.keep_at = stored.keep_at(prompt, sequence.read)
+        if not sequence.written:  # else it is there
+            sequence.keep_at = stored.keep_at(prompt, sequence.read)
         sequence.stops.update(sequence.keep_at)
 
     def _share(self, sequence: S, of: int, length: int) -> None:
@@ -438,6 +469,6 @@ def add_parts(
 ) -> None:
     """Append the tokens and entries of parts to those of a step of ``CausalCaches``."""
     for sequence, count in parts:
-        end = sequence.read + count
-        ids += sequence.prompt_ids[sequence.read : end]
-        entries.append((sequence.places[0], count, 1, int(end == len(sequence.prompt_ids))))
+        ids += sequence.next_tokens(count)
+        is_last = int(count == sequence.unread)
+        entries.append((sequence.places[0], count, int(sequence.reads_prompt), is_last))

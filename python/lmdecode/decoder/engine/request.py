@@ -231,7 +231,7 @@ class RequestState:
 
     def placed(self) -> None:
         """Record the time of the slot."""
-        self._times["queued"] = time.perf_counter() - self._begun
+        self._times.setdefault("queued", time.perf_counter() - self._begun)
 
     def put_first(self) -> None:
         """Record the time of the first token."""
@@ -417,7 +417,8 @@ class ReadSequence:
     The first of its ``places`` reads the prompt; ``read`` is the number of tokens read. ``follows``
     is another sequence and the number of first tokens to share with it once that one has read them.
     ``stops`` are lengths at which parts of the prompt must end, for other sequences or the store;
-    ``keep_at`` are the lengths at which it is written to the store, ascending.
+    ``keep_at`` are the lengths at which it is written to the store, ascending. ``written`` are
+    tokens that were chosen after the prompt, which it reads again after a pause.
     """
 
     def __init__(self, prompt_ids: tuple[int, ...]) -> None:
@@ -427,20 +428,39 @@ class ReadSequence:
         self.follows: tuple[ReadSequence, int] | None = None
         self.stops: set[int] = set()
         self.keep_at: list[int] = []
+        self.written: tuple[int, ...] = ()
 
     @property
     def num_beams(self) -> int:
         """Rows that it needs at most."""
         return 1
 
+    @property
+    def unread(self) -> int:
+        """Number of tokens to read before the next one is chosen."""
+        return len(self.prompt_ids) + len(self.written) - self.read
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the next tokens to read are of the prompt."""
+        return self.read < len(self.prompt_ids)
+
     def begin_with(self, length: int) -> None:
         """Begin with the first tokens of the prompt, which were read elsewhere."""
         self.read = length
 
     def next_part(self, room: int) -> int:
-        """Return the number of prompt tokens to read next, at most ``room``."""
-        end = min(len(self.prompt_ids), self.read + room)
+        """Return the number of tokens to read next, at most ``room``."""
+        all_ = len(self.prompt_ids) + (0 if self.reads_prompt else len(self.written))
+        end = min(all_, self.read + room)
         return min((stop for stop in self.stops if self.read < stop < end), default=end) - self.read
+
+    def next_tokens(self, count: int) -> tuple[int, ...]:
+        """Return the next tokens to read, of one part."""
+        begin, tokens = self.read, self.prompt_ids
+        if not self.reads_prompt:
+            begin, tokens = begin - len(tokens), self.written
+        return tokens[begin : begin + count]
 
 
 class WrittenSequence(ReadSequence):
@@ -455,6 +475,7 @@ class WrittenSequence(ReadSequence):
         super().__init__(request.prompt_ids)
         self.request, self.max_new_tokens, self.end_tokens = request, max_new_tokens, end_tokens
         self.input: EncoderInput | None = None
+        self._has_paused = False
 
     def with_input(self, input: EncoderInput | None) -> WrittenSequence:
         """Set the input; return the sequence."""
@@ -464,7 +485,15 @@ class WrittenSequence(ReadSequence):
     def begin_with(self, length: int) -> None:
         """See ``ReadSequence``."""
         super().begin_with(length)
-        self.request.cached_tokens = length
+        if not self._has_paused:
+            self.request.cached_tokens = length
+
+    def pause(self) -> None:
+        """Be as before it began, but for the tokens that it has chosen; it has no places."""
+        self._has_paused = True
+        self.read, self.follows, self.keep_at = 0, None, []
+        self.stops.clear()
+        self.written = tuple(self.request.tokens)
 
 
 class DrawnSequence(WrittenSequence):

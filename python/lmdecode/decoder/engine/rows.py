@@ -25,6 +25,7 @@ from lmdecode.sampling.sampler import CompactSampler, DrawingRows, Results
 from lmdecode.sampling.sampler_rows import RowRules
 
 __all__ = [
+    "MOST_AHEAD",
     "DrawnRows",
     "Ended",
     "FollowingCaches",
@@ -36,7 +37,7 @@ __all__ = [
     "StepLogits",
 ]
 
-_MOST_AHEAD = 64  # steps in one op: rows of a sampler have room for the tokens of all
+MOST_AHEAD = 64  # steps in one op: rows of a sampler have room for the tokens of all
 _FAILED = {1: "NaN in its logits", 2: "no logit above -inf", 4: "an invalid score"}
 
 
@@ -120,6 +121,8 @@ class DrawnRows(ReadRows):
         """Take a sequence after its prompt was read: its logits come last in the next step."""
         prompt = torch.tensor(sequence.request.prompt_ids, device="cpu")
         self._sampler.begin(prompt, sequence.rules)
+        if sequence.written:
+            self._sampler.accept(self.count - 1, sequence.written)
         self.running.append(sequence)
         self._changed()
 
@@ -161,7 +164,7 @@ class DrawnRows(ReadRows):
         if self.tokens is None or self._asks:
             return 0
         left = (s.max_new_tokens - len(s.request.tokens) for s in self.running)
-        return min(_MOST_AHEAD, *left)
+        return min(MOST_AHEAD, *left)
 
     def run_ahead(self, steps: int, run: StepsAhead, seconds: float) -> tuple[int, list[Ended]]:
         """Have ``run`` do at most so many steps; return their number and the sequences that end."""
@@ -459,8 +462,18 @@ class ModelSteps(Protocol):
     def num_free(self) -> int:
         """Number of free places."""
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of caches that sequences and kept prompts have."""
+
     def has_room(self, sequence: WrittenSequence) -> bool:
         """Whether enough places are free for a sequence."""
+
+    def check_fits(self, sequence: WrittenSequence) -> None:
+        """Raise ValueError if a sequence would need more memory than there is, alone."""
+
+    def has_memory(self, drawn: ReadRows, searched: SearchedRows) -> bool:
+        """Whether there is memory for the next step; else a sequence is to leave."""
 
     def begin(self, sequence: WrittenSequence) -> None:
         """Assign places to a sequence; enough are free."""

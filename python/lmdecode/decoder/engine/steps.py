@@ -28,6 +28,7 @@ from lmdecode.decoder.engine.prompts import (
 )
 from lmdecode.decoder.engine.request import DrawnSequence, SearchedSequence, WrittenSequence
 from lmdecode.decoder.engine.rows import (
+    MOST_AHEAD,
     Ended,
     LoopRows,
     LoopSequence,
@@ -103,9 +104,55 @@ class CausalSteps:
         """See ``ModelSteps``."""
         return self.places.num_free
 
-    def has_room(self, sequence: WrittenSequence) -> bool:
+    @property
+    def used_bytes(self) -> int:
         """See ``ModelSteps``."""
-        return sequence.num_beams <= self.places.num_free
+        return self.caches.used_bytes
+
+    def has_room(self, sequence: WrittenSequence) -> bool:
+        """See ``ModelSteps``. Memory must suffice for what is to be read, unless all is free."""
+        if sequence.num_beams > self.places.num_free:
+            return False
+        most, in_use = self.caches.most_bytes, self.places.in_use
+        if most is None or not in_use:
+            return True
+        of, shared = self.places.longest_common(sequence.prompt_ids)
+        shared = shared if of in in_use else 0
+        coming = [s.unread for s in self.reader.sequences] + [sequence.unread - shared]
+        size = self.caches.bytes_held_by(in_use) + self.caches.bytes_for(coming)
+        # Beside it all others go on.
+        return size + self.caches.bytes_to_append(in_use, [1] * len(in_use)) <= most
+
+    def check_fits(self, sequence: WrittenSequence) -> None:
+        """See ``ModelSteps``."""
+        most = self.caches.most_bytes
+        if most is None:
+            return
+        count, new = len(sequence.prompt_ids), sequence.max_new_tokens
+        needed = self.caches.bytes_for([count + new, *[new] * (sequence.num_beams - 1)])
+        if needed > most:
+            raise ValueError(
+                f"{_OP}: a prompt of {count} tokens and {sequence.num_beams} texts of "
+                f"{new} tokens need {needed} bytes; expected at most {most}, the engine's "
+                "cache_bytes"
+            )
+
+    def has_memory(self, drawn: ReadRows, searched: SearchedRows) -> bool:
+        """See ``ModelSteps``."""
+        if self.caches.most_bytes is None:
+            return True
+        places = [*(sequence.places[0] for sequence in drawn.running), *searched.places]
+        room, reading = self._max_step_tokens - len(places), self.reader.sequences
+        most = room if reading or self._drafts is not None else 0
+        if self.caches.has_room_for(len(places) + len(reading), most):
+            return True
+        counts = [1] * len(places)
+        if self._drafts is not None:  # each may have all tokens of drafts that there may be
+            counts = [1 + min(room, self.caches.rollback)] * len(places)
+        for sequence, count in self.reader.parts(room):
+            places.append(sequence.places[0])
+            counts.append(count)
+        return self.places.make_room(self.caches.bytes_to_append(places, counts))
 
     def begin(self, sequence: WrittenSequence) -> None:
         """See ``ModelSteps``."""
@@ -133,7 +180,7 @@ class CausalSteps:
             self._entries = None
         if not len(entries):
             return None
-        ends = sum(sequence.read + count == len(sequence.prompt_ids) for sequence, count in parts)
+        ends = sum(count == sequence.unread for sequence, count in parts)
         num_logits = len(drawn.running) + sum(map(len, drafts)) + len(searched.places) + ends
         hidden = None
         if self._drafts is not None:
@@ -153,6 +200,11 @@ class CausalSteps:
         if (entries := self._same_entries(drawn)) is None:
             return None
         self._stored.put_all(but=())
+        if self.caches.most_bytes is not None:
+            places = entries[:, 0].tolist()
+            size = self.caches.bytes_to_append(places, [MOST_AHEAD] * len(places))
+            if not self.places.make_room(size):
+                return None
         return partial(self.caches.steps, entries)
 
     def _propose(self, running: list[DrawnSequence], room: int) -> list[list[int]]:
@@ -176,8 +228,9 @@ class CausalSteps:
         for sequence in running:
             place, tokens = sequence.places[0], sequence.request.tokens
             if sequence not in self._told:
-                self._told[sequence] = 0
-                self._drafts.begin(place, sequence.prompt_ids, sequence.rules, sequence.end_tokens)
+                self._told[sequence], known = len(sequence.written), sequence.written
+                prompt = sequence.prompt_ids + known
+                self._drafts.begin(place, prompt, sequence.rules, sequence.end_tokens)
             # The last token of a text is not read.
             left = sequence.max_new_tokens - len(tokens) - 1
             asks.append(DraftAsk(place, tokens[self._told[sequence] :], min(left, each)))
@@ -188,7 +241,7 @@ class CausalSteps:
 
     def leave(self, sequence: WrittenSequence, *, is_sound: bool) -> None:
         """See ``ModelSteps``. The prompt of a sound sequence is kept."""
-        if is_sound:
+        if is_sound and not sequence.reads_prompt:
             self._stored.put(sequence)
         else:
             self._stored.drop(sequence)
@@ -196,7 +249,8 @@ class CausalSteps:
             assert self._drafts is not None
             self._drafts.end(sequence.places[0])
         first, *others = sequence.places
-        self.places.give_back(first, keep=sequence.read if is_sound else 0)
+        keep = min(sequence.read, len(sequence.prompt_ids))
+        self.places.give_back(first, keep=keep if is_sound else 0)
         for place in others:
             self.places.give_back(place)
         sequence.places = []
@@ -229,9 +283,8 @@ def _hidden_rows(
     for kind in (DrawnSequence, SearchedSequence):
         for reader, count in parts:
             if isinstance(reader, kind):
-                begin, end = reader.read, at + count
-                tokens = reader.prompt_ids[begin : begin + count]
-                found.append(HiddenRows(reader.places[0], begin, tokens, hidden[at:end]))
+                end, tokens = at + count, reader.next_tokens(count)
+                found.append(HiddenRows(reader.places[0], reader.read, tokens, hidden[at:end]))
                 at = end
         at += len(searched.places)
     return found
@@ -391,6 +444,7 @@ def causal_parts(
     cache_dtype: str,
     store: Any,
     drafting: Drafting | None,
+    cache_bytes: int | None,
     **others: Any,
 ) -> EngineParts:
     """Return the parts of an engine of a decoder-only model; arguments are those of ``Engine``."""
@@ -414,12 +468,18 @@ def causal_parts(
         max_rows=max_step_tokens,
         rollback=0 if drafting is None else drafting.most,
         checkpoint_interval=CHECKPOINT_INTERVAL,
+        most_bytes=cache_bytes,
     )
+    if cache_bytes is not None and (least := caches.bytes_for([capacity])) > cache_bytes:
+        raise ValueError(
+            f"{_OP}: cache_bytes is {cache_bytes}; expected at least {least}, which a text of "
+            f"{capacity} tokens, the capacity, takes"
+        )
     drafts = None
     if drafting is not None:
         drafts = Drafts(
             drafting,
-            rows=max_requests,
+            rows=caches.sequences,
             capacity=capacity,
             dialect=dialect,
             max_step_tokens=max_step_tokens,
@@ -447,9 +507,11 @@ def encoder_decoder_parts(
     decoder_start_token_id: int | None,
     request_of_config: Callable[[Any, Any], BeamRequest] | None,
     drafting: Drafting | None,
+    cache_bytes: int | None,
 ) -> EngineParts:
     """Return the parts of an engine of an encoder-decoder model; arguments as of ``Engine``."""
     refused = {
+        "cache_bytes": cache_bytes is not None,
         "store": store is not None,
         "cache_dtype": cache_dtype != "float32",
         "drafting": drafting is not None,
