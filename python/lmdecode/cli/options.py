@@ -162,8 +162,8 @@ def drafts_of(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:
     return {"assistant_model": draft.decoding}
 
 
-def capacity_of(given: argparse.Namespace, model: TextModel) -> int:
-    """Return the most tokens of a text."""
+def capacity_of(given: argparse.Namespace, model: TextModel, most: int | None = _CAPACITY) -> int:
+    """Return the most tokens of a text: what is given, or the model's, at most ``most``."""
     context: int | None = given.context
     if context is not None and model.context_length is not None:
         if context > model.context_length:
@@ -172,7 +172,8 @@ def capacity_of(given: argparse.Namespace, model: TextModel) -> int:
                 "model was made"
             )
         return context
-    return context or min(model.context_length or _CAPACITY, _CAPACITY)
+    longest = model.context_length or _CAPACITY
+    return context or min(longest, most or longest)
 
 
 def sampling_of(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:

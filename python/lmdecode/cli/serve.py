@@ -21,10 +21,13 @@ from lmdecode.cli.options import add_draft_option, add_model_options, check_at_l
 
 if TYPE_CHECKING:
     from lmdecode.serving.app import Application
+    from lmdecode.serving.text_model import TextModel
 
 __all__ = ["add_command"]
 
-_CAPACITY = 8192  # tokens of a text, where --context is not given
+_CAPACITY = 8192  # tokens of a text of an encoder-decoder model, where --context is not given
+_MOST_DRAFTED = 8  # tokens of a draft, and a few more
+_OF_MEMORY = 4  # the machine's, of which keys and values may have one part
 _KEY_VARIABLE = "LMDECODE_API_KEY"
 _BACKLOG = 2048  # connections that wait to be accepted
 _M_ARENA_MAX, _ARENAS = -8, 2  # of glibc's mallopt
@@ -48,6 +51,8 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     add("--api-key", metavar="KEY", help=f"clients must have it; also {_KEY_VARIABLE}")
     add("--max-requests", type=int, default=32, metavar="N", help="answered at once (default 32)")
     add("--max-waiting", type=int, default=256, metavar="N", help="waiting beside (default 256)")
+    add("--memory-gb", type=float, metavar="X",
+        help="of keys and values, with prompts to share (default a quarter of all)")  # fmt: skip
     add("--store", metavar="DIR", help="keep keys and values of prompts there")
     add("--store-gb", type=float, default=16.0, metavar="X", help="the most of it (default 16)")
     add("--cors", action="append", default=[], metavar="ORIGIN", help="a web page that may ask")
@@ -60,11 +65,11 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
 def _check(given: argparse.Namespace) -> None:
     check_at_least_1(given, "max_requests", "context", "threads")
     for name, low, high in (("max_waiting", 0, 1 << 31), ("port", 0, 65535), ("grace", 0, 1e9),
-                            ("store_gb", 0, 1e9)):  # fmt: skip
+                            ("store_gb", 0, 1e9), ("memory_gb", 1e-3, 1e6)):  # fmt: skip
         value = getattr(given, name)
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
             option = name.replace("_", "-")
-            raise CommandError(f"--{option} is {value}; expected {low} to {high:g}")
+            raise CommandError(f"--{option} is {value}; expected {low:g} to {high:g}")
     for origin in given.cors:
         if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise CommandError(
@@ -130,14 +135,12 @@ def _load(given: argparse.Namespace, app: Application, closing: contextlib.ExitS
 
 
 def _load_text(given: argparse.Namespace, app: Application, closing: contextlib.ExitStack) -> None:
-    from lmdecode.cli.options import capacity_of, drafts_of, load_model
+    from lmdecode.cli.options import drafts_of, load_model
     from lmdecode.serving.service import Service
     from lmdecode.serving.text_model import is_causal
 
     model = load_model(given)
-    capacity = capacity_of(given, model)
-    if given.context is None:
-        capacity = min(capacity, _CAPACITY)
+    sizes = _sizes(given, model)
     store = None
     if given.store is not None:
         if not is_causal(model.decoding):
@@ -156,11 +159,49 @@ def _load_text(given: argparse.Namespace, app: Application, closing: contextlib.
             )
         )
     engine = model.decoding.engine(
-        max_requests=given.max_requests, capacity=capacity, store=store, **drafts_of(given, model)
+        max_requests=given.max_requests, store=store, **sizes, **drafts_of(given, model)
     )
     engine.start()
     closing.callback(engine.stop)
     app.service = Service(model, engine, app.name, given.max_waiting, store, app.tally)
+
+
+def _sizes(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:
+    """Return the most tokens of a text, and the most bytes of all."""
+    from lmdecode.cli.options import capacity_of
+    from lmdecode.decoder.causal_caches import longest_text
+    from lmdecode.models.packed_causal import PackedCausalModel
+
+    decoder = model.decoding.decoder
+    capacity = capacity_of(given, model, most=None)
+    if not isinstance(decoder, PackedCausalModel):
+        if given.memory_gb is not None:
+            raise CommandError("--memory-gb is given; expected a decoder-only model with it")
+        return {"capacity": capacity if given.context else min(capacity, _CAPACITY)}
+    if given.memory_gb is None:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _OF_MEMORY
+    else:
+        memory = int(given.memory_gb * (1 << 30))
+    # The layer or the model that drafts goes back, too: a few more states.
+    rollback = 0 if given.draft is None else _MOST_DRAFTED
+    fits = longest_text(decoder, model.decoding.cache_dtype, memory, capacity, rollback)
+    if (given.context is not None and fits < capacity) or fits < 1:
+        raise CommandError(
+            f"--context is {capacity}, and --memory-gb {memory / (1 << 30):.3g} holds {fits} "
+            "tokens; expected a shorter context, or more memory"
+        )
+    return {"capacity": min(capacity, fits), "cache_bytes": memory}
+
+
+def _told(app: Application) -> str:
+    """Return how long texts may be, and the memory that they may take."""
+    if app.service is None:
+        return ""
+    engine = app.service.engine
+    told = f": texts of up to {app.service.context} tokens"
+    if engine.cache_bytes is not None:
+        told += f", keys and values in up to {engine.cache_bytes / (1 << 30):.3g} GB"
+    return told
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -212,7 +253,7 @@ def _run(given: argparse.Namespace) -> int:
             if app.is_stopping:
                 return
             address = f"[{host}]" if ":" in host else host
-            print(f"lmdecode serves {name} at http://{address}:{port}", flush=True)
+            print(f"lmdecode serves {name} at http://{address}:{port}{_told(app)}", flush=True)
 
         loading = threading.Thread(target=load, name="lmdecode loading", daemon=True)
         loading.start()

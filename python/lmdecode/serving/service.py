@@ -340,6 +340,8 @@ class Service:
                 stats.cached_tokens,
             ),
             ("generated_tokens_total", "counter", "Generated tokens.", stats.new_tokens),
+            ("cache_bytes", "gauge", "Bytes of keys, values and states.", stats.cache_bytes),
+            ("pauses_total", "counter", "Times that a request paused for memory.", stats.pauses),
             ("drafted_tokens_total", "counter", "Tokens of drafts.", stats.drafted_tokens),
             ("accepted_tokens_total", "counter", "Accepted ones of these.", stats.accepted_tokens),
         ]

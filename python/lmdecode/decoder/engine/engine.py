@@ -166,6 +166,7 @@ class Engine:
             parts = encoder_decoder_parts(model, **given)
         self._model, self._submission, self.max_requests = parts
         self.capacity, self._vocab = self._submission.capacity, self._submission.vocab
+        self.cache_bytes = cache_bytes
         self._drawn = DrawnRows(self.max_requests, self._vocab, dialect)
         self._searched = SearchedRows(self._model.caches, self._vocab)
         self._arrived: deque[WrittenSequence] = deque()  # without places

@@ -112,14 +112,32 @@ class Places:
             self._forget(place)
         self._free[place] = None
 
+    def keep_copy(self, place: int) -> None:
+        """Keep the prompt of a place that is in use and has read no more, if windows will leave it.
+
+        Without a budget of bytes there is no place for it.
+        """
+        prompt = self._prompts.get(place, ())
+        if len(prompt) < BLOCK_SIZE or self._caches.most_bytes is None or self._caches.is_plain:
+            return
+        empty = [free for free in self._free if free not in self._prompts]
+        if prompt not in map(self._prompts.get, self._free) and (empty or self._free):
+            to = empty[-1] if empty else next(iter(self._free))
+            self._forget(to)
+            if self.share(to, place, len(prompt)) == len(prompt):
+                self._free[to] = self._free.pop(to)
+                self._keep(to, prompt)
+
     def _keep(self, place: int, prompt: tuple[int, ...]) -> None:
-        """Keep a prompt, in place of those that it begins with."""
-        self._prompts[place] = prompt
-        if self._caches.most_bytes is not None and self._caches.is_plain:
+        """Keep a prompt, in place of those that it begins with, if it can go back to them."""
+        if self._caches.most_bytes is not None:
             for other in self._free:
                 known = self._prompts.get(other)
-                if known is not None and prompt[: len(known)] == known:
+                if known == prompt or (
+                    known is not None and self._caches.is_plain and prompt[: len(known)] == known
+                ):
                     self._forget(other)
+        self._prompts[place] = prompt
 
     def cut(self, place: int, length: int) -> None:
         """Note that a place went back to a length: it may hold other tokens from there on."""

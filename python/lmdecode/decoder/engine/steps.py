@@ -76,6 +76,7 @@ class CausalSteps:
         self._drafts = drafts
         self._told: dict[DrawnSequence, int] = {}  # number of tokens that the drafts know of
         self._ahead: list[DrawnSequence] = []  # those that read drafts in the last step
+        self._read_last: list[WrittenSequence] = []  # those that read their prompts in it
         # The entries of the last step if it had sampled rows alone, and without drafts.
         self._entries: Tensor | None = None
 
@@ -141,6 +142,7 @@ class CausalSteps:
         """See ``ModelSteps``."""
         if self.caches.most_bytes is None:
             return True
+        self._keep_prompts()
         places = [*(sequence.places[0] for sequence in drawn.running), *searched.places]
         room, reading = self._max_step_tokens - len(places), self.reader.sequences
         most = room if reading or self._drafts is not None else 0
@@ -189,7 +191,15 @@ class CausalSteps:
         if self._drafts is not None and hidden is not None:
             self._drafts.observe(_hidden_rows(drawn, searched, parts, drafts, hidden))
         begun = (part[0] for part in parts if self.reader.advance(part))
+        self._read_last = [sequence for sequence, _ in parts]
         return StepLogits(logits, begun, drafts)
+
+    def _keep_prompts(self) -> None:
+        """Keep the prompts that were read to their ends in the last step; tokens follow them."""
+        for sequence in self._read_last:
+            if sequence.places and not sequence.reads_prompt and not sequence.written:
+                self.places.keep_copy(sequence.places[0])
+        self._read_last = []
 
     def _same_entries(self, drawn: ReadRows) -> Tensor | None:
         """Return the last step's entries if its sampled rows alone go on, without prompts."""
@@ -201,6 +211,7 @@ class CausalSteps:
             return None
         self._stored.put_all(but=())
         if self.caches.most_bytes is not None:
+            self._keep_prompts()
             places = entries[:, 0].tolist()
             size = self.caches.bytes_to_append(places, [MOST_AHEAD] * len(places))
             if not self.places.make_room(size):
@@ -258,6 +269,7 @@ class CausalSteps:
     def clear(self) -> None:
         """See ``ModelSteps``."""
         self.reader.sequences, self._entries, self._ahead = [], None, []
+        self._read_last = []
         self._told.clear()
         if self._drafts is not None:
             self._drafts.clear()
