@@ -169,7 +169,7 @@ def _load_text(given: argparse.Namespace, app: Application, closing: contextlib.
 def _sizes(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:
     """Return the most tokens of a text, and the most bytes of all."""
     from lmdecode.cli.options import capacity_of
-    from lmdecode.decoder.causal_caches import longest_text
+    from lmdecode.decoder.engine.steps import longest_text
     from lmdecode.models.packed_causal import PackedCausalModel
 
     decoder = model.decoding.decoder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +26,6 @@ __all__ = [
     "CacheParts",
     "CausalCaches",
     "check_sizes_of_batch",
-    "longest_text",
     "row_format",
 ]
 
@@ -91,19 +89,6 @@ def check_sizes_of_batch(
         check_int(op, "max_requests", max_requests, 1, MOST_REQUESTS, limits="1 to 65536"),
         check_int(op, "capacity", capacity, 1, most, limits=f"1 to {most}"),
         check_int(op, "max_step_tokens", max_step_tokens, 1, 1 << 20, limits="1 to 2^20"),
-    )
-
-
-def longest_text(
-    model: PackedCausalModel, dtype: str, most_bytes: int, longest: int, rollback: int = 0
-) -> int:
-    """Return the most tokens, at most ``longest``, of a text that so many bytes hold; 0: none."""
-    caches = CausalCaches(
-        model, 1, longest, dtype=dtype, rollback=rollback, checkpoint_interval=CHECKPOINT_INTERVAL,
-        most_bytes=most_bytes,
-    )  # fmt: skip
-    return bisect.bisect_right(
-        range(1, longest + 1), most_bytes, key=lambda length: caches.bytes_for([length])
     )
 
 

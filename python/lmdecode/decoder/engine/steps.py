@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ __all__ = [
     "causal_parts",
     "causal_rows",
     "encoder_decoder_parts",
+    "longest_text",
     "memory_rows",
 ]
 
@@ -443,6 +445,19 @@ class EngineParts(NamedTuple):
     steps: ModelSteps
     submission: Submission
     max_requests: int
+
+
+def longest_text(
+    model: PackedCausalModel, dtype: str, most_bytes: int, longest: int, rollback: int = 0
+) -> int:
+    """Return the most tokens, at most ``longest``, of a text that so many bytes hold; 0: none."""
+    caches = CausalCaches(
+        model, 1, longest, dtype=dtype, rollback=rollback, checkpoint_interval=CHECKPOINT_INTERVAL,
+        most_bytes=most_bytes,
+    )  # fmt: skip
+    return bisect.bisect_right(
+        range(1, longest + 1), most_bytes, key=lambda length: caches.bytes_for([length])
+    )
 
 
 def causal_parts(
