@@ -18,19 +18,9 @@ __all__ = ["ELEMENTWISE", "KERNELS", "PRODUCTS", "WEIGHTS", "Kernel"]
 WEIGHTS = PackedWeights()
 # A kernel of torch, and one that takes its place: the first argument is the kernel of torch.
 Kernel = Callable[..., Any]
-#: By the name of the operator, such as ``"sum.dim_IntList"``.
-KERNELS: dict[str, Kernel] = {}
 _packed_linear_rows = ops.packed_linear_rows.default
 _batched_matmul = ops.batched_matmul.default
 _sliding_window_attention = ops.sliding_window_attention.default
-
-
-def _kernel(*names: str) -> Callable[[Kernel], Kernel]:
-    def add(kernel: Kernel) -> Kernel:
-        KERNELS.update(dict.fromkeys(names, kernel))
-        return kernel
-
-    return add
 
 
 def _taken(first: Tensor, *others: Tensor | None) -> bool:
@@ -47,7 +37,6 @@ def _rows_by(found: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tens
     return _packed_linear_rows(x, found.packed, found.out_features, found.format, bias)
 
 
-@_kernel("linear")
 def _linear(torchs: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     found = WEIGHTS.known(weight)
     if found is None:
@@ -102,14 +91,6 @@ def _vector(rank: int, torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
     return _product(torch.atleast_2d(a), b[:, None]).view(a.shape[:-1])
 
 
-KERNELS |= {
-    "mm": partial(_mm, 2), "addmm": partial(_addmm, 2), "mv": partial(_vector, 2),
-    "bmm": partial(_mm, 3), "baddbmm": partial(_addmm, 3),
-    "dot": partial(_vector, 1), "vdot": partial(_vector, 1),
-}  # fmt: skip
-
-
-@_kernel("_grouped_mm")
 def _grouped_mm(
     torchs: Kernel, a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -133,7 +114,6 @@ def _grouped_mm(
 # --- Attention ------------------------------------------------------------------------------------
 
 
-@_kernel("scaled_dot_product_attention")
 def _attention(
     torchs: Kernel, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
@@ -145,6 +125,7 @@ def _attention(
         or not len(of_q) == len(of_k) >= 2 or not 0 < of_q[-1] == of_k[-1] <= 1024
         or of_k[:-1] != of_v[:-1] or of_v[-1] > 1024 or of_k[-2] == 0
         or of_q[:heads] != of_k[:heads] or (heads == -3 and of_q[-3] % of_k[-3] != 0)
+        or (attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, q.dtype))
     ):  # fmt: skip
         given = q, k, v, attn_mask, dropout_p, is_causal
         return torchs(*given, scale=scale, enable_gqa=enable_gqa)
@@ -175,10 +156,6 @@ def _attention(
         None, None, None, False,
     )  # fmt: skip
     return out if len(of_q) == 4 else out.view(*of_q[:-1], of_v[-1])
-
-
-#: So far: kernels that take one dtype of :data:`FORMATS`.
-PRODUCTS = frozenset(KERNELS)
 
 
 # --- Rows of a reduction --------------------------------------------------------------------------
@@ -216,25 +193,10 @@ def _reduction(names: list[str], torchs: Kernel, x: Tensor, *args: Any, **option
     return _by_rows(torchs, x, dict(zip(names, args, strict=False)) | options)
 
 
-for _name, _arguments in {
-    "sum.dim_IntList": ["dim", "keepdim"],
-    "mean.dim": ["dim", "keepdim"],
-    "logsumexp": ["dim", "keepdim"],
-    "var.correction": ["dim"],
-    "std.correction": ["dim"],
-    "linalg_vector_norm": ["ord", "dim", "keepdim"],
-}.items():
-    KERNELS[_name] = partial(_reduction, _arguments)
-
-
 def _of_all(call: Kernel, torchs: Kernel, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return call(x, dim=list(range(x.dim())), dtype=dtype) if x.dim() else torchs(x, dtype=dtype)
 
 
-KERNELS |= {"sum": partial(_of_all, torch.sum), "mean": partial(_of_all, torch.mean)}
-
-
-@_kernel("_softmax", "_log_softmax")
 def _softmax(torchs: Kernel, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """Torch computes rows side by side each by itself, and has other sums for short ones."""
     if not x.is_floating_point() or x.numel() == 0 or not -x.dim() <= dim < x.dim():
@@ -264,38 +226,45 @@ def _elementwise(torchs: Kernel, x: Tensor, *args: Any, **options: Any) -> Tenso
     return out if x.is_contiguous() else torch.empty_like(x, dtype=out.dtype).copy_(out)
 
 
-for _name in """
-acos acosh asin asinh atan atanh celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 gelu
-hardsigmoid hardswish lgamma log log10 log1p log2 log_sigmoid logit mish selu sigmoid silu sin sinc
-sinh softplus tan tanh
-""".split():
-    KERNELS[_name] = _elementwise
-
-
-@_kernel("rsqrt")
 def _rsqrt(torchs: Kernel, x: Tensor) -> Tensor:
     """Of float32 the root and the quotient are each rounded once in any loop."""
     return torchs(x) if x.dtype is torch.float32 else _elementwise(torchs, x)
 
 
-@_kernel("pow.Tensor_Scalar")
 def _power(torchs: Kernel, x: Tensor, exponent: Any) -> Tensor:
     """Squares and cubes are products."""
     return torchs(x, exponent) if exponent in (2, 3) else _elementwise(torchs, x, exponent)
 
 
-@_kernel("pow.Scalar")
 def _power_of(torchs: Kernel, base: Any, x: Tensor) -> Tensor:
     return _elementwise(partial(torchs, base), x)
 
 
-@_kernel("embedding")
-def _embedding(torchs: Kernel, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Torch's: it is here as a weight that it reads is not let go."""
-    return torchs(weight, *args, **options)
-
-
+# By the name of the operator, such as "sum.dim_IntList".
+#: Kernels that take one dtype of :data:`FORMATS`.
+PRODUCTS: dict[str, Kernel] = {
+    "linear": _linear, "mm": partial(_mm, 2), "addmm": partial(_addmm, 2),
+    "bmm": partial(_mm, 3), "baddbmm": partial(_addmm, 3), "mv": partial(_vector, 2),
+    "dot": partial(_vector, 1), "vdot": partial(_vector, 1), "_grouped_mm": _grouped_mm,
+    "scaled_dot_product_attention": _attention,
+}  # fmt: skip
 #: Kernels that take floats alone.
-ELEMENTWISE = {
-    name for name, kernel in KERNELS.items() if kernel in (_elementwise, _power, _power_of, _rsqrt)
-}
+ELEMENTWISE: dict[str, Kernel] = {
+    "rsqrt": _rsqrt, "pow.Tensor_Scalar": _power, "pow.Scalar": _power_of,
+    **dict.fromkeys("""
+acos acosh asin asinh atan atanh celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 gelu
+hardsigmoid hardswish lgamma log log10 log1p log2 log_sigmoid logit mish selu sigmoid silu sin sinc
+sinh softplus tan tanh
+""".split(), _elementwise),
+}  # fmt: skip
+KERNELS: dict[str, Kernel] = {
+    **PRODUCTS, **ELEMENTWISE, "_softmax": _softmax, "_log_softmax": _softmax,
+    "sum": partial(_of_all, torch.sum), "mean": partial(_of_all, torch.mean),
+    "sum.dim_IntList": partial(_reduction, ["dim", "keepdim"]),
+    "mean.dim": partial(_reduction, ["dim", "keepdim"]),
+    "logsumexp": partial(_reduction, ["dim", "keepdim"]),
+    "var.correction": partial(_reduction, ["dim"]), "std.correction": partial(_reduction, ["dim"]),
+    "linalg_vector_norm": partial(_reduction, ["ord", "dim", "keepdim"]),
+    # Torch's: it is here as a weight that it reads is not let go.
+    "embedding": lambda torchs, *args, **options: torchs(*args, **options),
+}  # fmt: skip

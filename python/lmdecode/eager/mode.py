@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lmdecode._checks import check_bool, check_no_gradient
 from lmdecode.eager.kernels import KERNELS, WEIGHTS, Kernel
@@ -52,11 +54,18 @@ def _kernels() -> dict[str, Kernel]:
     return found
 
 
+def _count_changes(optimizer: Optimizer, *_: Any) -> None:
+    """Fused optimizers change parameters, which torch does not count."""
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(p for p in group["params"] if not p.is_inference())
+
+
 @contextmanager
 def _replaced() -> Iterator[None]:
     """Have the kernels in the place of torch's."""
     fused = torch.backends.mha.get_fastpath_enabled()
     library = torch.library.Library("aten", "IMPL")
+    counting = register_optimizer_step_post_hook(_count_changes)
     # Compiled code and the fused layers of torch.nn have loops of their own.
     with torch.compiler.set_stance("force_eager"):
         try:
@@ -68,6 +77,7 @@ def _replaced() -> Iterator[None]:
             yield
         finally:
             library._destroy()
+            counting.remove()
             torch.backends.mha.set_fastpath_enabled(fused)
             WEIGHTS.clear()
 
@@ -118,7 +128,7 @@ class batch_invariant(ContextDecorator):
     Raises
     ------
     TypeError
-        An argument that is no bool.
+        An argument that is no bool, or a decorated generator or coroutine.
     ValueError
         Inside: an operator is called with a tensor that requires a gradient, outside of
         ``torch.no_grad()`` and ``torch.inference_mode()``.
@@ -137,6 +147,16 @@ class batch_invariant(ContextDecorator):
         self._strict = check_bool("batch_invariant", "strict", strict, kind="bool")
         self._release = check_bool("batch_invariant", "release", release, kind="bool")
         self._entered: list[ExitStack] = []
+
+    def __call__(self, function: Any) -> Any:
+        """Return the function, called within a context."""
+        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        if any(kind(function) for kind in kinds):
+            raise TypeError(
+                f"batch_invariant: {function.__name__} is a generator or a coroutine, which runs "
+                "after its call; expected a function that runs in it"
+            )
+        return super().__call__(function)
 
     def _recreate_cm(self) -> batch_invariant:
         # Each call of a decorated function has a context of its own.
