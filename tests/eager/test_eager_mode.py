@@ -62,7 +62,15 @@ def test_it_is_a_decorator(layer: nn.Linear) -> None:
     def call(depth: int) -> bool:
         return is_invariant(layer) and (depth == 0 or call(depth - 1))
 
+    async def coroutine() -> None: ...
+
+    def generator() -> Iterator[None]:
+        yield
+
     assert call(2) and not batch_invariant.is_enabled()
+    for late in (coroutine, generator):
+        with pytest.raises(TypeError, match=f"{late.__name__} is a generator or a coroutine"):
+            batch_invariant()(late)
 
 
 def test_it_is_enabled_until_it_is_disabled(layer: nn.Linear) -> None:
@@ -164,6 +172,21 @@ def test_a_changed_weight_is_seen(layer: nn.Linear, change: str, transposed: boo
             CHANGES[change](layer, target.clone())
             torch.testing.assert_close(call(), X @ layer.weight.detach().clone().t())
             assert not torch.equal(call(), before)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_of_an_optimizer_is_seen(
+    layer: nn.Linear, optimizer: Any, options: dict[str, bool]
+) -> None:
+    steps = optimizer(layer.parameters(), lr=0.1, **options)
+    layer(X).square().sum().backward()
+    with batch_invariant(), torch.no_grad():
+        before = layer(X)
+        steps.step()
+        expected = X @ layer.weight.detach().clone().t() + layer.bias
+        torch.testing.assert_close(layer(X), expected, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(layer(X), before)
 
 
 def test_memory_counts_what_lives() -> None:

@@ -131,6 +131,8 @@ WRONG: dict[str, Callable[[], Any]] = {
     "attention": lambda: F.scaled_dot_product_attention(X[None], X[None], X.bfloat16()[None]),
     "attention, mask and causal": lambda: F.scaled_dot_product_attention(
         X[None], X[None], X[None], torch.ones(4, 4, dtype=torch.bool), is_causal=True),
+    "attention, dtype of the mask": lambda: F.scaled_dot_product_attention(
+        X[None], X[None], X[None], torch.ones(4, 4, dtype=torch.float64)),
     "attention, sizes": lambda: F.scaled_dot_product_attention(X[None], X[None, :, :5], X[None]),
 }  # fmt: skip
 # What is computed by torch itself, or has no elements.

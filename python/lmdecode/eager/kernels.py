@@ -11,35 +11,22 @@ import torch
 from torch import Tensor
 
 from lmdecode._ops import ops
-from lmdecode.attention.ops import sliding_window_attention
 from lmdecode.eager.packed_weights import FORMATS, PackedWeight, PackedWeights, owner_of
 
-__all__ = ["ELEMENTWISE", "KERNELS", "PRODUCTS", "WEIGHTS"]
+__all__ = ["ELEMENTWISE", "KERNELS", "PRODUCTS", "WEIGHTS", "Kernel"]
 
 WEIGHTS = PackedWeights()
 # A kernel of torch, and one that takes its place: the first argument is the kernel of torch.
 Kernel = Callable[..., Any]
-#: By the name of the operator, such as ``"sum.dim_IntList"``.
-KERNELS: dict[str, Kernel] = {}
 _packed_linear_rows = ops.packed_linear_rows.default
 _batched_matmul = ops.batched_matmul.default
-
-
-def _kernel(*names: str) -> Callable[[Kernel], Kernel]:
-    def add(kernel: Kernel) -> Kernel:
-        KERNELS.update(dict.fromkeys(names, kernel))
-        return kernel
-
-    return add
+_sliding_window_attention = ops.sliding_window_attention.default
 
 
 def _taken(first: Tensor, *others: Tensor | None) -> bool:
     """Whether all have one dtype, of those that products take."""
     dtype = first.dtype
-    for tensor in others:
-        if tensor is not None and tensor.dtype is not dtype:
-            return False
-    return dtype in FORMATS
+    return dtype in FORMATS and all(x is None or x.dtype is dtype for x in others)
 
 
 # --- Products -------------------------------------------------------------------------------------
@@ -50,7 +37,6 @@ def _rows_by(found: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tens
     return _packed_linear_rows(x, found.packed, found.out_features, found.format, bias)
 
 
-@_kernel("linear")
 def _linear(torchs: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     found = WEIGHTS.known(weight)
     if found is None:
@@ -67,98 +53,52 @@ def _linear(torchs: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``a @ b + bias`` for ``[rows, inner]`` and ``[inner, columns]``."""
+    """Return ``a @ b + bias`` of matrices, and ``a @ b`` of batches of them, which is float32."""
+    if a.dim() == 3:
+        return _batched_matmul(a.float(), b.float(), FORMATS[b.dtype])
     return _rows_by(WEIGHTS.of(b.t(), owner_of(b)), a, bias)
 
 
-def _fits(a: Tensor, b: Tensor) -> bool:
+def _fits(rank: int, a: Tensor, b: Tensor) -> bool:
     """Whether two matrices, or two batches of them, can be multiplied."""
-    if not _taken(a, b) or a.dim() != b.dim() or a.shape[:-2] != b.shape[:-2]:
-        return False
-    return a.shape[-1] == b.shape[-2]
-
-
-def _expands(to: Tensor, a: Tensor, b: Tensor) -> bool:
-    """Whether a tensor can be added to the product of two."""
-    shape = (*a.shape[:-1], b.shape[-1])
-    return to.dtype is a.dtype and to.dim() <= len(shape) and all(
-        size in (1, wide) for size, wide in zip(to.shape[::-1], shape[::-1], strict=False)
+    return (
+        _taken(a, b) and a.dim() == b.dim() == rank
+        and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
     )  # fmt: skip
 
 
-def _added(to: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:
-    """Return ``beta * to + alpha * product`` for a float32 product, rounded once."""
-    if alpha != 1:
-        product = product * alpha
-    if beta != 0:
-        product = product + (to.float() if beta == 1 else to.float() * beta)
-    return product.to(to.dtype)
+def _mm(rank: int, torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
+    return _product(a, b).to(a.dtype) if _fits(rank, a, b) else torchs(a, b)
 
 
-@_kernel("mm")
-def _mm(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
-    return _product(a, b) if _fits(a, b) else torchs(a, b)
-
-
-@_kernel("addmm")
 def _addmm(
-    torchs: Kernel, to: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+    rank: int, torchs: Kernel, to: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    if not _fits(a, b) or not _expands(to, a, b):
+    shape = (*a.shape[:-1], b.shape[-1]) if _fits(rank, a, b) and to.dtype is a.dtype else ()
+    wides = zip(to.shape[::-1], shape[::-1], strict=False)
+    if not to.dim() <= len(shape) == rank or any(size not in (1, wide) for size, wide in wides):
         return torchs(to, a, b, beta=beta, alpha=alpha)
-    if beta == 1 and alpha == 1 and to.shape == b.shape[1:]:
+    if rank == 2 and beta == 1 and alpha == 1 and to.shape == b.shape[1:]:
         return _product(a, b, to)
-    return _added(to, _product(a.float(), b), beta, alpha)
+    product = _product(a.float(), b) * alpha  # rounded once, at the end
+    return (product if beta == 0 else product + to.float() * beta).to(to.dtype)
 
 
-def _batched(a: Tensor, b: Tensor) -> Tensor:
-    return _batched_matmul(a.float(), b.float(), FORMATS[a.dtype])
+def _vector(rank: int, torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
+    """Vectors are matrices of a column."""
+    if a.dim() != rank or b.dim() != 1 or not _fits(2, torch.atleast_2d(a), b[:, None]):
+        return torchs(a, b)
+    return _product(torch.atleast_2d(a), b[:, None]).view(a.shape[:-1])
 
 
-@_kernel("bmm")
-def _bmm(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
-    return _batched(a, b).to(a.dtype) if _fits(a, b) and a.dim() == 3 else torchs(a, b)
-
-
-@_kernel("baddbmm")
-def _baddbmm(
-    torchs: Kernel, to: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor:
-    if not _fits(a, b) or a.dim() != 3 or not _expands(to, a, b):
-        return torchs(to, a, b, beta=beta, alpha=alpha)
-    return _added(to, _batched(a, b), beta, alpha)
-
-
-# Vectors are matrices of a column.
-
-
-def _fits_vector(a: Tensor, b: Tensor) -> bool:
-    return b.dim() == 1 and a.dim() == 2 and _fits(a, b[:, None])
-
-
-@_kernel("mv")
-def _mv(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b[:, None])[:, 0] if _fits_vector(a, b) else torchs(a, b)
-
-
-@_kernel("dot", "vdot")
-def _dot(torchs: Kernel, a: Tensor, b: Tensor) -> Tensor:
-    fits = a.dim() == 1 and _fits_vector(a[None], b)
-    return _product(a[None], b[:, None])[0, 0] if fits else torchs(a, b)
-
-
-@_kernel("_grouped_mm")
 def _grouped_mm(
     torchs: Kernel, a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     if (
-        not _taken(a, b, bias)
-        or a.dim() != 2
-        or b.dim() != 3
-        or offs is None
-        or out_dtype not in (None, a.dtype)
-    ):
+        not _taken(a, b, bias) or (a.dim(), b.dim()) != (2, 3)
+        or offs is None or out_dtype not in (None, a.dtype)
+    ):  # fmt: skip
         return torchs(a, b, offs, bias, out_dtype)
     owner, begin = owner_of(b), 0
     out = a.new_zeros(a.shape[0], b.shape[2])
@@ -174,52 +114,48 @@ def _grouped_mm(
 # --- Attention ------------------------------------------------------------------------------------
 
 
-@_kernel("scaled_dot_product_attention")
 def _attention(
     torchs: Kernel, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    groups = enable_gqa and q.dim() > 2 and k.dim() > 2
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    heads = -3 if enable_gqa and len(of_q) > 2 else -2
     if (
-        not _taken(q, k, v) or dropout_p > 0 or not 0 < q.shape[-1] <= 1024
-        or (is_causal and attn_mask is not None) or min(q.dim(), k.dim(), v.dim()) < 2
-        or k.shape[:-1] != v.shape[:-1] or k.shape[-1] != q.shape[-1] or v.shape[-1] > 1024
-        or q.dim() != k.dim() or k.shape[-2] == 0
-        or (q.shape[:-3] != k.shape[:-3] if groups else q.shape[:-2] != k.shape[:-2])
-        or (groups and q.shape[-3] % k.shape[-3] != 0)
+        not _taken(q, k, v) or dropout_p > 0 or (is_causal and attn_mask is not None)
+        or not len(of_q) == len(of_k) >= 2 or not 0 < of_q[-1] == of_k[-1] <= 1024
+        or of_k[:-1] != of_v[:-1] or of_v[-1] > 1024 or of_k[-2] == 0
+        or of_q[:heads] != of_k[:heads] or (heads == -3 and of_q[-3] % of_k[-3] != 0)
+        or (attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, q.dtype))
     ):  # fmt: skip
-        return torchs(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )  # fmt: skip
-    # Without heads, what stands before [tokens, size] is taken for them.
-    batch = math.prod(q.shape[:-3])
-    q4, k4, v4 = (
-        x.reshape(batch, x.shape[-3] if x.dim() > 2 else 1, *x.shape[-2:]) for x in (q, k, v)
-    )
-    options: dict[str, Any] = {"window_right": 0 if is_causal else None}
+        given = q, k, v, attn_mask, dropout_p, is_causal
+        return torchs(*given, scale=scale, enable_gqa=enable_gqa)
+    mask = slopes = positions = None
     if attn_mask is not None:
         if q.dim() > 4:
-            attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2]).flatten(0, -4)
+            attn_mask = attn_mask.expand(*of_q[:-1], of_k[-2]).flatten(0, -4)
         mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
-        options = {
-            "attn_mask": mask.expand(-1, -1, q.shape[-2], k.shape[-2]),
-            "mask_convention": "visible",
-        }
-    elif is_causal and q.shape[-2] != k.shape[-2]:
+        mask = mask.expand(-1, -1, of_q[-2], of_k[-2])
+    if len(of_q) != 4:
+        # Without heads, what stands before [tokens, size] is taken for them.
+        batch = math.prod(of_q[:-3])
+        q, k, v = (
+            x.reshape(batch, x.shape[-3] if x.dim() > 2 else 1, *x.shape[-2:]) for x in (q, k, v)
+        )
+    if is_causal and of_q[-2] != of_k[-2]:
         # The first query sees the first key alone.
-        options["q_positions"] = torch.arange(q.shape[-2], device="cpu")
+        positions = torch.arange(of_q[-2], device="cpu").expand(q.shape[0], -1)
     if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
+        scale = 1.0 / math.sqrt(of_q[-1])
     if abs(math.frexp(scale)[0]) != 0.5:
         # A scale that rounds is multiplied as without a mask where all rows of a batch have the
         # mask of a window, and apart from the rest elsewhere: slopes of 0 are elsewhere.
-        options["alibi_slopes"] = torch.zeros(q4.shape[1], dtype=torch.float32, device="cpu")
-    out = sliding_window_attention(q4, k4, v4, scale=scale, **options)
-    return out.view(*q.shape[:-1], v.shape[-1])
-
-
-#: So far: kernels that take one dtype of :data:`FORMATS`.
-PRODUCTS = frozenset(KERNELS)
+        slopes = torch.zeros(q.shape[1], dtype=torch.float32, device="cpu")
+    right = -1 if mask is None and not is_causal else 0
+    out, _ = _sliding_window_attention(
+        q, k, v, -1, right, scale, 0.0, None, slopes, positions, None, None, None, mask, True,
+        None, None, None, False,
+    )  # fmt: skip
+    return out if len(of_q) == 4 else out.view(*of_q[:-1], of_v[-1])
 
 
 # --- Rows of a reduction --------------------------------------------------------------------------
@@ -257,25 +193,10 @@ def _reduction(names: list[str], torchs: Kernel, x: Tensor, *args: Any, **option
     return _by_rows(torchs, x, dict(zip(names, args, strict=False)) | options)
 
 
-for _name, _arguments in {
-    "sum.dim_IntList": ["dim", "keepdim"],
-    "mean.dim": ["dim", "keepdim"],
-    "logsumexp": ["dim", "keepdim"],
-    "var.correction": ["dim"],
-    "std.correction": ["dim"],
-    "linalg_vector_norm": ["ord", "dim", "keepdim"],
-}.items():
-    KERNELS[_name] = partial(_reduction, _arguments)
-
-
 def _of_all(call: Kernel, torchs: Kernel, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return call(x, dim=list(range(x.dim())), dtype=dtype) if x.dim() else torchs(x, dtype=dtype)
 
 
-KERNELS |= {"sum": partial(_of_all, torch.sum), "mean": partial(_of_all, torch.mean)}
-
-
-@_kernel("_softmax", "_log_softmax")
 def _softmax(torchs: Kernel, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """Torch computes rows side by side each by itself, and has other sums for short ones."""
     if not x.is_floating_point() or x.numel() == 0 or not -x.dim() <= dim < x.dim():
@@ -305,38 +226,45 @@ def _elementwise(torchs: Kernel, x: Tensor, *args: Any, **options: Any) -> Tenso
     return out if x.is_contiguous() else torch.empty_like(x, dtype=out.dtype).copy_(out)
 
 
-for _name in """
-acos acosh asin asinh atan atanh celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 gelu
-hardsigmoid hardswish lgamma log log10 log1p log2 log_sigmoid logit mish selu sigmoid silu sin sinc
-sinh softplus tan tanh
-""".split():
-    KERNELS[_name] = _elementwise
-
-
-@_kernel("rsqrt")
 def _rsqrt(torchs: Kernel, x: Tensor) -> Tensor:
     """Of float32 the root and the quotient are each rounded once in any loop."""
     return torchs(x) if x.dtype is torch.float32 else _elementwise(torchs, x)
 
 
-@_kernel("pow.Tensor_Scalar")
 def _power(torchs: Kernel, x: Tensor, exponent: Any) -> Tensor:
     """Squares and cubes are products."""
     return torchs(x, exponent) if exponent in (2, 3) else _elementwise(torchs, x, exponent)
 
 
-@_kernel("pow.Scalar")
 def _power_of(torchs: Kernel, base: Any, x: Tensor) -> Tensor:
     return _elementwise(partial(torchs, base), x)
 
 
-@_kernel("embedding")
-def _embedding(torchs: Kernel, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Torch's: it is here as a weight that it reads is not let go."""
-    return torchs(weight, *args, **options)
-
-
+# By the name of the operator, such as "sum.dim_IntList".
+#: Kernels that take one dtype of :data:`FORMATS`.
+PRODUCTS: dict[str, Kernel] = {
+    "linear": _linear, "mm": partial(_mm, 2), "addmm": partial(_addmm, 2),
+    "bmm": partial(_mm, 3), "baddbmm": partial(_addmm, 3), "mv": partial(_vector, 2),
+    "dot": partial(_vector, 1), "vdot": partial(_vector, 1), "_grouped_mm": _grouped_mm,
+    "scaled_dot_product_attention": _attention,
+}  # fmt: skip
 #: Kernels that take floats alone.
-ELEMENTWISE = {
-    name for name, kernel in KERNELS.items() if kernel in (_elementwise, _power, _power_of, _rsqrt)
-}
+ELEMENTWISE: dict[str, Kernel] = {
+    "rsqrt": _rsqrt, "pow.Tensor_Scalar": _power, "pow.Scalar": _power_of,
+    **dict.fromkeys("""
+acos acosh asin asinh atan atanh celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 gelu
+hardsigmoid hardswish lgamma log log10 log1p log2 log_sigmoid logit mish selu sigmoid silu sin sinc
+sinh softplus tan tanh
+""".split(), _elementwise),
+}  # fmt: skip
+KERNELS: dict[str, Kernel] = {
+    **PRODUCTS, **ELEMENTWISE, "_softmax": _softmax, "_log_softmax": _softmax,
+    "sum": partial(_of_all, torch.sum), "mean": partial(_of_all, torch.mean),
+    "sum.dim_IntList": partial(_reduction, ["dim", "keepdim"]),
+    "mean.dim": partial(_reduction, ["dim", "keepdim"]),
+    "logsumexp": partial(_reduction, ["dim", "keepdim"]),
+    "var.correction": partial(_reduction, ["dim"]), "std.correction": partial(_reduction, ["dim"]),
+    "linalg_vector_norm": partial(_reduction, ["ord", "dim", "keepdim"]),
+    # Torch's: it is here as a weight that it reads is not let go.
+    "embedding": lambda torchs, *args, **options: torchs(*args, **options),
+}  # fmt: skip

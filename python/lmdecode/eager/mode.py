@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from lmdecode._checks import check_no_gradient
-from lmdecode.eager.kernels import KERNELS, WEIGHTS
+from lmdecode._checks import check_bool, check_no_gradient
+from lmdecode.eager.kernels import KERNELS, WEIGHTS, Kernel
 from lmdecode.eager.packed_weights import Memory
 from lmdecode.eager.strict import Strict
 
@@ -25,7 +27,7 @@ def overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), of or "default")
 
 
-def _refusing(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(name: str, kernel: Kernel, torchs: Kernel) -> Kernel:
     """Return a kernel that refuses tensors that require a gradient."""
     names = [argument.name for argument in overload(name)._schema.arguments]
     op = f"batch_invariant, {name}"
@@ -36,29 +38,34 @@ def _refusing(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         if WEIGHTS.releasing and name != "linear":
             for tensor in args:
                 WEIGHTS.keep(tensor)
-        return kernel(*args, **options)
+        return kernel(torchs, *args, **options)
 
     return checked
 
 
 @cache
-def _kernels() -> dict[str, Callable[..., Any]]:
+def _kernels() -> dict[str, Kernel]:
     """Return the kernels by operator, each with that of torch at hand."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    torchs = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in KERNELS}
-    return {
-        name: _refusing(name, partial(kernel, partial(torchs[name].call_boxed, keys)))
-        for name, kernel in KERNELS.items()
-    }
+    found = {}
+    for name, kernel in KERNELS.items():
+        torchs = torch.library.get_kernel(f"aten::{name}", "CPU")
+        found[name] = _refusing(name, kernel, partial(torchs.call_boxed, keys))
+    return found
+
+
+def _count_changes(optimizer: Optimizer, *_: Any) -> None:
+    """Fused optimizers change parameters, which torch does not count."""
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(p for p in group["params"] if not p.is_inference())
 
 
 @contextmanager
 def _replaced() -> Iterator[None]:
     """Have the kernels in the place of torch's."""
-    fused, library = (
-        torch.backends.mha.get_fastpath_enabled(),
-        torch.library.Library("aten", "IMPL"),
-    )
+    fused = torch.backends.mha.get_fastpath_enabled()
+    library = torch.library.Library("aten", "IMPL")
+    counting = register_optimizer_step_post_hook(_count_changes)
     # Compiled code and the fused layers of torch.nn have loops of their own.
     with torch.compiler.set_stance("force_eager"):
         try:
@@ -70,6 +77,7 @@ def _replaced() -> Iterator[None]:
             yield
         finally:
             library._destroy()
+            counting.remove()
             torch.backends.mha.set_fastpath_enabled(fused)
             WEIGHTS.clear()
 
@@ -120,7 +128,7 @@ class batch_invariant(ContextDecorator):
     Raises
     ------
     TypeError
-        An argument that is no bool.
+        An argument that is no bool, or a decorated generator or coroutine.
     ValueError
         Inside: an operator is called with a tensor that requires a gradient, outside of
         ``torch.no_grad()`` and ``torch.inference_mode()``.
@@ -136,13 +144,19 @@ class batch_invariant(ContextDecorator):
     _enabled: ClassVar[batch_invariant | None] = None
 
     def __init__(self, *, strict: bool = False, release: bool = False) -> None:
-        for name, value in (("strict", strict), ("release", release)):
-            if not isinstance(value, bool):
-                raise TypeError(
-                    f"batch_invariant: {name} is of type {type(value).__name__}; expected bool"
-                )
-        self._strict, self._release = strict, release
+        self._strict = check_bool("batch_invariant", "strict", strict, kind="bool")
+        self._release = check_bool("batch_invariant", "release", release, kind="bool")
         self._entered: list[ExitStack] = []
+
+    def __call__(self, function: Any) -> Any:
+        """Return the function, called within a context."""
+        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        if any(kind(function) for kind in kinds):
+            raise TypeError(
+                f"batch_invariant: {function.__name__} is a generator or a coroutine, which runs "
+                "after its call; expected a function that runs in it"
+            )
+        return super().__call__(function)
 
     def _recreate_cm(self) -> batch_invariant:
         # Each call of a decorated function has a context of its own.

@@ -92,8 +92,8 @@ class PackedWeights:
         key = id(owner)
         copies = self._copies.get(key)
         if copies is None:
-            copies = _Copies(weakref.ref(owner, lambda _: self._copies.pop(key, None)))
-            self._copies[key] = copies
+            gone = weakref.ref(owner, lambda _: self._copies.pop(key, None))
+            copies = self._copies[key] = _Copies(gone)
         return copies
 
     def of(self, weight: Tensor, owner: Parameter | None) -> PackedWeight:
@@ -140,7 +140,7 @@ class PackedWeights:
                 if (whole := copies.whole) is not None:
                     packed += whole.packed.nbytes
                     size = whole.out_features * whole.in_features * whole.dtype.itemsize
-                    released += size if copies.released else 0
+                    released += size * copies.released
         return Memory(packed, released)
 
     def release(self) -> None:

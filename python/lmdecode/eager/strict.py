@@ -13,16 +13,15 @@ from lmdecode.eager.packed_weights import FORMATS
 
 __all__ = ["Strict"]
 
-# Rounded once in every loop of torch, so that vectors and single elements agree.
-_EXACT = """
+# Rounded once in every loop of torch, so that vectors and single elements agree; then what moves,
+# compares or makes elements, or reads each row from its beginning to its end.
+_KNOWN = frozenset(
+    """
 abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max
 clamp_min copysign div eq floor floor_divide fmax fmin fmod frac ge gt hardtanh isinf isnan le
 leaky_relu lerp logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mul
 nan_to_num ne neg reciprocal relu remainder round rsub sgn sign signbit sqrt square sub threshold
 trunc where
-"""
-# What moves, compares or makes elements, or reads each row from its beginning to its end.
-_MOVED = """
 _local_scalar_dense _to_copy _unsafe_view all amax amin any arange argmax argmin argsort bucketize
 cat clone constant_pad_nd copy count_nonzero cummax cummin cumsum embedding empty empty_like
 empty_permuted empty_strided equal eye fill flip full full_like gather index index_add index_copy
@@ -31,8 +30,8 @@ min native_layer_norm new_empty new_empty_strided new_full new_ones new_zeros no
 ones_like reflection_pad1d repeat repeat_interleave roll scalar_tensor scatter searchsorted
 select_scatter set slice_scatter sort split_with_sizes_copy stack topk tril triu unfold_copy
 unique_consecutive zero zeros zeros_like
-"""
-_KNOWN = frozenset(f"{_EXACT} {_MOVED}".split())
+""".split()
+)
 
 
 class Strict(TorchDispatchMode):
@@ -40,26 +39,23 @@ class Strict(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        namespace, _, name = func._schema.name.partition("::")
-        if tensors and namespace != "lmdecode":
-            operator = f"{name}.{func._schema.overload_name}".removesuffix(".")
-            known = namespace == "aten" and (
-                func.is_view or operator in KERNELS or name.removesuffix("_") in _KNOWN
+        fault = self._fault(func, args, kwargs)
+        if fault is not None:
+            name = f"{func._schema.name}.{func._schema.overload_name}".removesuffix(".")
+            raise NotImplementedError(
+                f"batch_invariant: {name} {fault}; expected operators whose rows have the same "
+                "bits in any batch, as strict=True"
             )
-            fault = self._fault(operator, known, tensors, args, kwargs)
-            if fault is not None:
-                raise NotImplementedError(
-                    f"batch_invariant: {namespace}::{operator} {fault}; expected operators whose "
-                    "rows have the same bits in any batch, as strict=True"
-                )
         return func(*args, **kwargs)
 
     @staticmethod
-    def _fault(
-        operator: str, known: bool, tensors: list[Tensor], args: Any, kwargs: Any
-    ) -> str | None:
-        name = operator.partition(".")[0].removesuffix("_")
+    def _fault(func: Any, args: Any, kwargs: Any) -> str | None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        namespace, _, name = func._schema.name.partition("::")
+        if not tensors or namespace == "lmdecode":
+            return None
+        operator = f"{name}.{func._schema.overload_name}".removesuffix(".")
+        name = name.removesuffix("_")
         if operator in ELEMENTWISE and not tensors[0].is_floating_point():
             return f"is not covered for {tensors[0].dtype}"
         if any(tensor.is_complex() for tensor in tensors):
@@ -69,7 +65,7 @@ class Strict(TorchDispatchMode):
             return None
         if any(tensor.device.type != "cpu" for tensor in tensors):
             return f"is called with a tensor on {tensors[0].device}"
-        if not known:
+        if namespace != "aten" or not (func.is_view or operator in KERNELS or name in _KNOWN):
             return "is not covered"
         if operator in PRODUCTS and not all(t.dtype in FORMATS for t in floats):
             return f"is not covered for {floats[0].dtype}"
