@@ -18,7 +18,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from lmdecode.decoder.engine.engine import Engine
-from lmdecode.serving.chat import CHAT_PROMPT_FIELDS, Chat, prompt_of
+from lmdecode.serving.chat import CHAT_PROMPT_FIELDS, prompt_of
+from lmdecode.serving.chat_completions import ChatCompletion
 from lmdecode.serving.completions import Completion
 from lmdecode.serving.errors import RequestError, error_of_step
 from lmdecode.serving.fields import Fields, body_of
@@ -169,10 +170,10 @@ class Application:
 
     async def _chat(self, request: Request) -> Response:
         service, fields = self._ready(), await self._fields(request)
-        return await self._answered(request, service, await Chat.of(fields, service))
+        return await self._answered(request, service, await ChatCompletion.of(fields, service))
 
     async def _answered(
-        self, request: Request, service: Service, asked: Completion | Chat
+        self, request: Request, service: Service, asked: Completion | ChatCompletion
     ) -> Response:
         work = await service.submit(asked.job)
         try:
