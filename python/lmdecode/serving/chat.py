@@ -106,8 +106,11 @@ class Chat:
     _messages: dict[int, _Message] = field(default_factory=dict)
 
     @classmethod
-    async def of(cls, fields: Fields, service: Service) -> Chat:
-        """Check a body; raise ``BadRequest``, which names the field."""
+    async def of(cls, fields: Fields, service: Service, *, may_ask_more: bool = False) -> Chat:
+        """Check a body; raise ``BadRequest``, which names the field.
+
+        ``may_ask_more``: of more tokens than there is room for, those that there is are written.
+        """
         check_names(fields, _FIELDS, _REFUSED)
         if fields.get("modalities") not in (None, ["text"]):
             raise fields.error("modalities", "['text']")
@@ -121,7 +124,7 @@ class Chat:
             raise BadRequest("messages", "messages render to no token; expected a text")
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         asked = fields.integer(name, 1, (1 << 31) - 1)
-        most = service.max_tokens_of("messages", [tokens], asked, None, name)
+        most = service.max_tokens_of("messages", [tokens], asked, None, name, may_ask_more)
         logprobs = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
         if not fields.boolean("logprobs"):
             if logprobs is not None:
