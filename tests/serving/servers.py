@@ -25,10 +25,19 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
+# With tools, thoughts and calls, so that two conversations are the same if their prompts are.
+AGENT_TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: "
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
-def load_model(dtype: str = "float32") -> TextModel:
-    return TextModel.load(KJV, dtype=dtype, name=NAME, chat_template=TEMPLATE)
+def load_model(dtype: str = "float32", template: str = TEMPLATE) -> TextModel:
+    return TextModel.load(KJV, dtype=dtype, name=NAME, chat_template=template)
 
 
 @contextlib.contextmanager
@@ -48,8 +57,10 @@ def serving(app: Any) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def served(model: TextModel, *, max_requests: int = 4, **options: Any) -> Iterator[int]:
-    engine = model.decoding.engine(max_requests=max_requests, capacity=512)
+def served(
+    model: TextModel, *, max_requests: int = 4, capacity: int = 512, **options: Any
+) -> Iterator[int]:
+    engine = model.decoding.engine(max_requests=max_requests, capacity=capacity)
     with serving(create_app(engine, model, **options)) as port:
         yield port
     engine.stop()
@@ -73,6 +84,16 @@ def call(
 def post(port: int, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     status, found, _ = call(port, "POST", path, body, **headers)
     return status, found
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    """Return the bodies of a stream of events whose names are the types of their bodies."""
+    found = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, _, data = block.removeprefix("event: ").partition("\ndata: ")
+        found.append(json.loads(data))
+        assert found[-1]["type"] == name
+    return found
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Bodies of every kind: an answer or an error in OpenAI's shape, never a fault of the server."""
+"""Bodies of every kind: an answer or an error in its protocol's shape, no fault of the server."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.serving.servers import call, load_model, post, served
+from tests.serving.servers import call, load_model, named_events, post, served
 
 CASES = 2000
 
@@ -154,14 +154,136 @@ def port() -> Iterator[int]:
         yield port
 
 
-@pytest.mark.slow
-@settings(
+# The same for the protocols that write one answer as blocks.
+parts = st.one_of(
+    st.fixed_dictionaries({"type": st.sampled_from(["text", "input_text", "output_text"]),
+                           "text": texts}),
+    st.fixed_dictionaries({"type": st.sampled_from(["image", "document", "input_image", "x"])}),
+    st.fixed_dictionaries({"type": st.just("thinking"), "thinking": texts}),
+    st.fixed_dictionaries({"type": st.just("tool_use")},
+                          optional={"id": texts, "name": texts, "input": anything}),
+    st.fixed_dictionaries(
+        {"type": st.just("tool_result")},
+        optional={"tool_use_id": texts, "content": contents, "is_error": anything},
+    ),
+    anything,
+)  # fmt: skip
+said = st.fixed_dictionaries(
+    {"role": roles}, optional={"content": st.one_of(texts, st.lists(parts, max_size=3))}
+)
+items = st.one_of(
+    said,
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["function_call", "function_call_output", "reasoning", "message",
+                                  "item_reference", "web_search_call"])},
+        optional={"call_id": texts, "name": texts, "arguments": texts, "output": contents,
+                  "content": st.one_of(contents, st.lists(parts, max_size=2)), "role": roles,
+                  "summary": st.one_of(st.lists(parts, max_size=2), anything)},
+    ),
+    anything,
+)  # fmt: skip
+kinds = st.sampled_from(["function", "custom", "web_search", "auto", "any", "tool", "none", "x"])
+flat_tools = st.lists(
+    st.fixed_dictionaries(
+        {"name": texts},
+        optional={"type": kinds, "parameters": schemas, "input_schema": schemas,
+                  "strict": st.booleans(), "description": texts},
+    ),
+    max_size=3,
+)  # fmt: skip
+choices = st.one_of(
+    st.fixed_dictionaries({"type": kinds}, optional={
+        "name": texts, "disable_parallel_tool_use": anything, "tools": anything}),
+    texts, anything,
+)  # fmt: skip
+flat_formats = st.one_of(
+    formats, schemas.map(lambda s: {"type": "json_schema", "name": "a", "schema": s})
+)
+COMMON = ("temperature", "top_p", "top_k", "seed", "stream", "metadata", "guided_regex", "min_p",
+          "guided_choice", "chat_template_kwargs", "suppress_tokens", "min_tokens")  # fmt: skip
+BLOCKS: dict[str, tuple[str, dict[str, st.SearchStrategy[Any]]]] = {
+    "/v1/responses": ("input", {
+        **{name: FIELDS[name] for name in COMMON}, "max_output_tokens": small,
+        "input": st.one_of(texts, st.lists(items, max_size=4), anything), "instructions": texts,
+        "tools": st.one_of(flat_tools, anything), "tool_choice": choices,
+        "parallel_tool_calls": anything, "store": st.booleans(), "previous_response_id": texts,
+        "text": st.one_of(flat_formats.map(lambda form: {"format": form}), anything),
+        "reasoning": st.one_of(texts.map(lambda text: {"effort": text}), anything),
+        "include": anything, "top_logprobs": numbers, "background": anything,
+        "truncation": anything, "conversation": anything,
+    }),
+    "/v1/messages": ("messages", {
+        **{name: FIELDS[name] for name in COMMON}, "max_tokens": small,
+        "messages": st.one_of(st.lists(said, max_size=4), anything),
+        "system": st.one_of(contents, st.lists(parts, max_size=2)),
+        "tools": st.one_of(flat_tools, anything), "tool_choice": choices,
+        "stop_sequences": FIELDS["stop"], "cache_control": anything, "context_management": anything,
+        "thinking": st.one_of(
+            st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled", "adaptive"])},
+                                  optional={"budget_tokens": numbers}), anything),
+        "output_config": st.one_of(flat_formats.map(lambda form: {"format": form}), anything),
+    }),
+}  # fmt: skip
+
+
+def blocks_of(path: str) -> st.SearchStrategy[dict[str, Any]]:
+    name, fields = BLOCKS[path]
+    first = st.one_of(talk, talk, fields[name])
+    most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    taken = {key: value for key, value in GOOD.items() if key in COMMON}
+    return st.tuples(
+        st.fixed_dictionaries({name: first, most: st.just(3)}),
+        st.one_of(some_of(taken), some_of(fields), some_of(fields)),
+        st.dictionaries(st.sampled_from([*sorted(fields), "x", ""]), anything, max_size=3),
+    ).map(lambda found: {**found[0], **found[1], **(found[2] if len(found[2]) == 3 else {})})
+
+
+def check(port: int, path: str, body: dict[str, Any]) -> None:
+    """Check the answer to a body: its status and its shape."""
+    status, got, headers = call(port, "POST", path, body)
+    assert status < 500, (status, got)
+    is_anthropic = path.startswith("/v1/messages")
+    if status != 200:
+        assert status in (400, 404), status
+        error, names = got["error"], {"message", "type", "param", "code"}
+        if is_anthropic:
+            assert got["type"] == "error" and got["request_id"].startswith("req_")
+            names = {"type", "message"}
+        assert set(error) == names and error["message"]
+    elif headers["content-type"].startswith("text/event-stream"):
+        if path in BLOCKS:
+            last = named_events(got)[-1]
+            ends = ("message_stop", "response.completed", "response.incomplete")
+            assert last["type"] in (*ends, "error", "response.failed")
+            if last["type"] not in ends:
+                error = last.get("error") or last["response"]["error"]
+                assert error.get("type", error.get("code")) in (
+                    "invalid_request_error", "invalid_prompt"), error  # fmt: skip
+            return
+        lines = [line for line in got.splitlines() if line]
+        assert lines[-1] == "data: [DONE]"
+        bodies = [json.loads(line[6:]) for line in lines[:-1]]
+        kinds = {body["error"]["type"] for body in bodies if "choices" not in body}
+        assert kinds <= {"invalid_request_error"}
+    elif path == "/v1/responses":
+        assert got["status"] in ("completed", "incomplete") and got["usage"]["output_tokens"] > 0
+    elif is_anthropic:
+        assert got["input_tokens"] if path.endswith("tokens") else got["stop_reason"]
+    else:
+        assert got.get("choices") or path == "/tokenize"
+
+
+fuzzed = settings(
     max_examples=CASES,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     derandomize=True,
 )
+
+
+@pytest.mark.slow
+@fuzzed
 @given(asked=asked, extra=extra, odd=odd)
 def test_fuzzed_bodies(
     port: int, asked: tuple[str, dict[str, Any]], extra: dict[str, Any], odd: dict[str, Any]
@@ -170,20 +292,21 @@ def test_fuzzed_bodies(
     body = {"max_tokens": 3, **base, **extra, **(odd if len(odd) == 3 else {})}
     if path == "/tokenize":
         body.pop("max_tokens")
-    status, got, headers = call(port, "POST", path, body)
-    assert status < 500, (status, got)
-    if status != 200:
-        assert status in (400, 404), status
-        error = got["error"]
-        assert set(error) == {"message", "type", "param", "code"} and error["message"]
-    elif headers["content-type"].startswith("text/event-stream"):
-        lines = [line for line in got.splitlines() if line]
-        assert lines[-1] == "data: [DONE]"
-        bodies = [json.loads(line[6:]) for line in lines[:-1]]
-        kinds = {body["error"]["type"] for body in bodies if "choices" not in body}
-        assert kinds <= {"invalid_request_error"}
-    else:
-        assert got.get("choices") or path == "/tokenize"
+    check(port, path, body)
+
+
+@pytest.mark.slow
+@fuzzed
+@given(body=blocks_of("/v1/responses"))
+def test_fuzzed_responses(port: int, body: dict[str, Any]) -> None:
+    check(port, "/v1/responses", body)
+
+
+@pytest.mark.slow
+@fuzzed
+@given(body=blocks_of("/v1/messages"), counts=st.sampled_from([False, False, True]))
+def test_fuzzed_messages(port: int, body: dict[str, Any], counts: bool) -> None:
+    check(port, "/v1/messages/count_tokens" if counts else "/v1/messages", body)
 
 
 def test_the_server_goes_on(port: int) -> None:

@@ -222,3 +222,44 @@ def test_the_context_is_the_models_or_what_memory_holds() -> None:
         words = [sys.executable, "-m", "lmdecode", "serve", str(KJV), "--port", "0", *options]
         failed = subprocess.run(words, capture_output=True, text=True, timeout=120)
         assert failed.returncode == 1 and message in failed.stderr, failed.stderr
+
+
+def test_it_says_what_to_type_and_prints_configurations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import tomllib
+
+    from lmdecode.__main__ import main
+
+    def printed(*options: str) -> str:
+        assert main(["serve", *options]) == 0
+        return capsys.readouterr().out
+
+    monkeypatch.delenv("LMDECODE_API_KEY", raising=False)
+    address = "http://127.0.0.1:8000"
+    codex = tomllib.loads(printed(str(KJV), "--context", "4096", "--print-config", "codex"))
+    provider = {"name": "lmdecode", "base_url": f"{address}/v1", "wire_api": "responses"}
+    assert codex == {"model": "model", "model_provider": "lmdecode", "model_context_window": 4096,
+                     "model_providers": {"lmdecode": provider}}  # fmt: skip
+    claude = printed("--name", "a b", "--port", "81", "--print-config", "claude-code").splitlines()
+    assert claude[0] == "export ANTHROPIC_BASE_URL=http://127.0.0.1:81"
+    assert "export ANTHROPIC_MODEL='a b'" in claude and claude[-1] == "claude"
+    opencode = json.loads(printed("--name", "a", "--print-config", "opencode"))
+    assert opencode["model"] == "lmdecode/a" and list(opencode["provider"]["lmdecode"]["models"])
+    monkeypatch.setenv("LMDECODE_API_KEY", "s3cret")
+    for name in ("codex", "claude-code", "opencode", "open-webui"):
+        text = printed("--print-config", name)
+        assert "LMDECODE_API_KEY" in text and "s3cret" not in text
+        assert name == "open-webui" or "MODEL" in text
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with forked(tmp_path, "--chat-template", str(template), "--name", "kings") as (_, port):
+        said = (tmp_path / "out").read_text()
+        assert f"ANTHROPIC_BASE_URL=http://127.0.0.1:{port} " in said
+        assert f"lmdecode serve --name kings --port {port} --print-config codex" in said
+
+
+def test_a_model_is_needed_to_serve() -> None:
+    from lmdecode.__main__ import main
+
+    assert main(["serve"]) != 0

@@ -21,7 +21,7 @@ COMMANDS = {
     "info": "what is installed, or what a model is",
     "run": "answer a prompt",
     "chat": "talk with a model, from one day to the next",
-    "serve": "serve a model: OpenAI's API, and a page to chat at /",
+    "serve": "serve a model: OpenAI's and Anthropic's APIs, and a page to chat at /",
     "transcribe": "write down what is said in audio files",
     "translate": "translate lines of text",
     "convert": "pack a model's weights once, and save them",

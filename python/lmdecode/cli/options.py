@@ -47,9 +47,9 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
     add("--cache-dtype", metavar="FORMAT", help="of keys and values: float32, bfloat16, int8")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, is_needed: bool = True) -> None:
     """Add the model, and how it is loaded."""
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP, nargs=None if is_needed else "?")
     add_format_options(parser)
     add = parser.add_argument
     add("--context", type=int, metavar="N", help="the most tokens of a text")

@@ -1,4 +1,4 @@
-"""``lmdecode serve``: a model behind OpenAI's API, on this machine."""
+"""``lmdecode serve``: a model behind OpenAI's and Anthropic's APIs, on this machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmdecode._checks import install_hint
 from lmdecode.cli import COMMANDS
+from lmdecode.cli.client_configs import CONFIGS, Client, first_lines
 from lmdecode.cli.errors import CommandError
 from lmdecode.cli.options import add_draft_option, add_model_options, check_at_least_1
 
@@ -39,9 +40,10 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         "serve",
         help=COMMANDS["serve"],
         usage="lmdecode serve MODEL [options]",
-        description="Serve a model: OpenAI's API at /v1, a page to chat at /, metrics at /metrics.",
+        description="Serve a model: OpenAI's and Anthropic's APIs at /v1, a page to chat at /, "
+        "metrics at /metrics.",
     )
-    add_model_options(parser)
+    add_model_options(parser, is_needed=False)
     add_draft_option(parser)
     add = parser.add_argument
     add("--speech", metavar="MODEL", help="a Whisper model beside it, for /v1/audio")
@@ -59,6 +61,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     add("--grace", type=float, default=30.0, metavar="S", help="seconds to finish at SIGTERM")
     add("--no-page", action="store_true", help="nothing at /")
     add("--log-requests", action="store_true", help="a line for each request")
+    add("--print-config", choices=CONFIGS, help="what a program needs to use the server, and end")
     parser.set_defaults(run=_run)
 
 
@@ -204,8 +207,23 @@ def _told(app: Application) -> str:
     return told
 
 
+def _client(given: argparse.Namespace, host: str, port: int, context: int | None) -> Client:
+    """Return the server as its clients see it."""
+    from lmdecode.serving.text_model import name_of
+
+    name = given.name or ("MODEL" if given.model is None else name_of(given.model))
+    address = f"[{host}]" if ":" in host else host
+    has_key = bool(given.api_key or os.environ.get(_KEY_VARIABLE))
+    return Client(f"http://{address}:{port}", name, has_key, context, _KEY_VARIABLE)
+
+
 def _run(given: argparse.Namespace) -> int:
     _check(given)
+    if given.print_config is not None:
+        print(CONFIGS[given.print_config](_client(given, given.host, given.port, given.context)))
+        return 0
+    if given.model is None:
+        raise CommandError("MODEL is missing; expected a model to serve")
     _share_arenas()
     try:
         import uvicorn
@@ -252,8 +270,12 @@ def _run(given: argparse.Namespace) -> int:
                 return
             if app.is_stopping:
                 return
-            address = f"[{host}]" if ":" in host else host
-            print(f"lmdecode serves {name} at http://{address}:{port}{_told(app)}", flush=True)
+            service = app.service
+            client = _client(given, host, port, None if service is None else service.context)
+            lines = [f"lmdecode serves {name} at {client.address}{_told(app)}"]
+            if service is not None and service.model.template is not None:
+                lines.append(first_lines(client, port))
+            print("\n".join(lines), flush=True)
 
         loading = threading.Thread(target=load, name="lmdecode loading", daemon=True)
         loading.start()

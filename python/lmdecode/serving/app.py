@@ -1,4 +1,4 @@
-"""The ASGI application: endpoints of OpenAI's API over a served model."""
+"""The ASGI application: endpoints of OpenAI's and Anthropic's APIs over a served model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from lmdecode.decoder.engine.engine import Engine
-from lmdecode.serving.chat import CHAT_PROMPT_FIELDS, Chat, prompt_of
+from lmdecode.serving.anthropic_messages import MessageAnswer, count_tokens
+from lmdecode.serving.blocks import BlockAnswer
+from lmdecode.serving.chat import CHAT_PROMPT_FIELDS, prompt_of
+from lmdecode.serving.chat_completions import ChatCompletion
 from lmdecode.serving.completions import Completion
-from lmdecode.serving.errors import RequestError, error_of_step
+from lmdecode.serving.errors import BadRequest, RequestError, error_of_step
 from lmdecode.serving.fields import Fields, body_of
 from lmdecode.serving.http import (
     EventStream,
@@ -28,11 +31,13 @@ from lmdecode.serving.http import (
     KeyCheck,
     OriginCheck,
     PlainPaths,
+    path_of,
     read_body,
     read_form,
     unless_gone,
 )
 from lmdecode.serving.parameters import check_model, check_names
+from lmdecode.serving.responses import ResponseAnswer, StoredResponses
 from lmdecode.serving.service import Service
 from lmdecode.serving.speech import Speech, SpeechService
 from lmdecode.serving.text_model import TextModel
@@ -74,13 +79,17 @@ class Application:
         self.name, self.speech_name, self.is_stopping = name, speech_name or name, False
         self.service: Service | None = None
         self.speech: SpeechService | None = None
-        self.tally = Tally()
+        self.tally, self.responses = Tally(), StoredResponses()
         self._max_body_bytes, self._max_audio_bytes = max_body_bytes, max_audio_bytes
         self._body_seconds = body_seconds
         self._created = int(time.time())
         routes = [
             self._route("/v1/chat/completions", self._chat, "POST"),
             self._route("/v1/completions", self._completions, "POST"),
+            self._route("/v1/responses", self._respond, "POST"),
+            self._route("/v1/responses/{id}", self._response, "GET", "DELETE"),
+            self._route("/v1/messages", self._message, "POST"),
+            self._route("/v1/messages/count_tokens", self._count_tokens, "POST"),
             *(
                 self._route(f"/v1/audio/{path}", functools.partial(self._heard, task), "POST")
                 for path, task in (("transcriptions", "transcribe"), ("translations", "translate"))
@@ -116,21 +125,21 @@ class Application:
 
     # ---- around the endpoints
 
-    def _route(self, path: str, handler: _Handler, method: str) -> Route:
+    def _route(self, path: str, handler: _Handler, *methods: str) -> Route:
         @functools.wraps(handler)
         async def endpoint(request: Request) -> Response:
             try:
                 response = await handler(request)
             except RequestError as error:
-                response = JSONAnswer.of_error(error)
+                response = JSONAnswer.of_error(error, path)
             except ClientDisconnect:
                 response = Response(status_code=_GONE)
             except Exception as error:
-                response = JSONAnswer.of_error(error_of_step(error))
+                response = JSONAnswer.of_error(error_of_step(error), path)
             self.tally.metrics.requests.add(1, path, str(response.status_code))
             return response
 
-        return Route(path, endpoint, methods=[method])
+        return Route(path, endpoint, methods=list(methods))
 
     def _ready(self) -> Service:
         """Return the model, if it takes requests."""
@@ -169,15 +178,41 @@ class Application:
 
     async def _chat(self, request: Request) -> Response:
         service, fields = self._ready(), await self._fields(request)
-        return await self._answered(request, service, await Chat.of(fields, service))
+        return await self._answered(request, service, await ChatCompletion.of(fields, service))
+
+    async def _respond(self, request: Request) -> Response:
+        service, fields = self._ready(), await self._fields(request)
+        asked = await ResponseAnswer.of(fields, service, self.responses)
+        return await self._answered(request, service, asked)
+
+    async def _response(self, request: Request) -> Response:
+        identity = request.path_params["id"]
+        found = self.responses.get(identity)
+        if found is None:
+            raise RequestError(404, f"there is no stored response {identity!r}", "response_id")
+        if request.method == "DELETE":
+            self.responses.drop(identity)
+            return JSONAnswer({"id": identity, "object": "response", "deleted": True})
+        if request.query_params.get("stream", "").lower() == "true":
+            raise BadRequest("stream", "stream is true; expected false: the events are not kept")
+        return JSONAnswer(found[0])
+
+    async def _message(self, request: Request) -> Response:
+        service, fields = self._ready(), await self._fields(request)
+        return await self._answered(request, service, await MessageAnswer.of(fields, service))
+
+    async def _count_tokens(self, request: Request) -> Response:
+        service, fields = self._ready(), await self._fields(request)
+        return JSONAnswer(await count_tokens(fields, service))
 
     async def _answered(
-        self, request: Request, service: Service, asked: Completion | Chat
+        self, request: Request, service: Service, asked: Completion | ChatCompletion | BlockAnswer
     ) -> Response:
         work = await service.submit(asked.job)
         try:
             if asked.job.parameters.stream:
-                return EventStream(asked.stream(work), work.close)
+                is_named = isinstance(asked, BlockAnswer)
+                return EventStream(asked.stream(work), work.close, is_named)
             try:
                 return JSONAnswer(await unless_gone(request.receive, asked.whole(work)))
             finally:
@@ -288,9 +323,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     message = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
     text = message.get(error.status_code, str(error.detail))
-    return JSONAnswer.of_error(
-        RequestError(error.status_code, text, headers=dict(error.headers or {}))
-    )
+    of_request = RequestError(error.status_code, text, headers=dict(error.headers or {}))
+    return JSONAnswer.of_error(of_request, path_of(request.scope))
 
 
 def create_app(
@@ -306,7 +340,7 @@ def create_app(
     body_seconds: float = 60.0,
     has_page: bool = True,
 ) -> Starlette:
-    """Return an ASGI application of OpenAI's API over an engine.
+    """Return an ASGI application of OpenAI's and Anthropic's APIs over an engine.
 
     Parameters
     ----------
@@ -317,7 +351,7 @@ def create_app(
     name : str, optional
         Of the model, as clients call it. None: the model's.
     api_key : str, optional
-        Requests must have it as ``Authorization: Bearer``.
+        Requests must have it as ``Authorization: Bearer`` or ``x-api-key``.
     max_waiting : int
         Number of requests that wait for a slot of the engine; more get status 429.
     store : KVStore, optional

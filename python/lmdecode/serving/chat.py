@@ -1,12 +1,12 @@
-"""``/v1/chat/completions``: bodies to jobs, and answers to bodies."""
+"""A chat: a checked request to a job, and its answers to text, thoughts and calls of tools."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from lmdecode.serving.answers import Envelope, chat_logprobs
+from lmdecode.decoder.engine.request import TokenLogprob
 from lmdecode.serving.errors import BadRequest
 from lmdecode.serving.fields import Fields
 from lmdecode.serving.grammar_source import GrammarSource
@@ -19,7 +19,7 @@ from lmdecode.serving.tools import check_tools, chosen_tools, is_named
 from lmdecode.serving.work import Answer, Job, Work
 from lmdecode.serving.writing import AnswerPart
 
-__all__ = ["CHAT_PROMPT_FIELDS", "Chat", "prompt_of"]
+__all__ = ["CHAT_PROMPT_FIELDS", "Chat", "ChatDelta", "ChatPart", "prompt_of"]
 
 CHAT_PROMPT_FIELDS = frozenset(
     ("messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
@@ -37,6 +37,7 @@ _REFUSED = {
     "function_call": "expected tool_choice",
     "web_search_options": "the server does not search",
 }
+ChatDelta = ReasoningDelta | ContentDelta | CallDelta
 
 
 @dataclass
@@ -48,23 +49,23 @@ class _Message:
     has_calls: bool = False
     is_parallel: bool = True
 
-    def push(self, text: str, is_last: bool, is_cut: bool = False) -> list[dict[str, Any]]:
+    def push(self, text: str, is_last: bool, is_cut: bool = False) -> list[ChatDelta]:
         """Take text, and return what the message gets of it, in order."""
         pieces = [ReasoningDelta("content", text)] if text else []
         if self.thoughts is not None:
             pieces = self.thoughts.push(text)
             if is_last:
                 pieces = [*pieces, *self.thoughts.finish()]
-        deltas: list[dict[str, Any]] = []
+        deltas: list[ChatDelta] = []
         for piece in pieces:
             if piece.kind == "reasoning":
-                deltas.append({"reasoning_content": piece.text})
+                deltas.append(piece)
             elif self.calls is None:
-                deltas.append({"content": piece.text})
+                deltas.append(ContentDelta(piece.text))
             else:
-                deltas += map(self._delta, self._kept(self.calls.push(piece.text)))
+                deltas += self._kept(self.calls.push(piece.text))
         if self.calls is not None and is_last:
-            deltas += map(self._delta, self._kept(self.calls.finish(is_cut)))
+            deltas += self._kept(self.calls.finish(is_cut))
         return deltas
 
     def _kept(
@@ -72,19 +73,20 @@ class _Message:
     ) -> Iterator[ContentDelta | CallDelta]:
         """Yield all but second calls where there may be one only."""
         for part in parts:
-            if self.is_parallel or isinstance(part, ContentDelta) or part.index == 0:
+            if isinstance(part, ContentDelta):
+                yield part
+            elif self.is_parallel or part.index == 0:
+                self.has_calls = True
                 yield part
 
-    def _delta(self, part: ContentDelta | CallDelta) -> dict[str, Any]:
-        if isinstance(part, ContentDelta):
-            return {"content": part.text}
-        self.has_calls = True
-        function = {"arguments": part.arguments}
-        call: dict[str, Any] = {"index": part.index}
-        if part.name is not None:
-            call |= {"id": part.id, "type": "function"}
-            function = {"name": part.name, **function}
-        return {"tool_calls": [{**call, "function": function}]}
+
+class ChatPart(NamedTuple):
+    """What an answer gets at a time; the last part has the reason of the end."""
+
+    answer: Answer
+    deltas: list[ChatDelta]
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
 
 
 @dataclass
@@ -99,14 +101,16 @@ class Chat:
     job: Job
     prompt: str
     tools: list[dict[str, Any]] | None
-    envelope: Envelope
     is_parallel: bool
     is_named: bool
     _messages: dict[int, _Message] = field(default_factory=dict)
 
     @classmethod
-    async def of(cls, fields: Fields, service: Service) -> Chat:
-        """Check a body; raise ``BadRequest``, which names the field."""
+    async def of(cls, fields: Fields, service: Service, *, may_ask_more: bool = False) -> Chat:
+        """Check a body; raise ``BadRequest``, which names the field.
+
+        ``may_ask_more``: of more tokens than there is room for, those that there is are written.
+        """
         check_names(fields, _FIELDS, _REFUSED)
         if fields.get("modalities") not in (None, ["text"]):
             raise fields.error("modalities", "['text']")
@@ -120,7 +124,7 @@ class Chat:
             raise BadRequest("messages", "messages render to no token; expected a text")
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         asked = fields.integer(name, 1, (1 << 31) - 1)
-        most = service.max_tokens_of("messages", [tokens], asked, None, name)
+        most = service.max_tokens_of("messages", [tokens], asked, None, name, may_ask_more)
         logprobs = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
         if not fields.boolean("logprobs"):
             if logprobs is not None:
@@ -137,10 +141,8 @@ class Chat:
         goes_on = fields.boolean("continue_final_message")
         is_parallel = fields.boolean("parallel_tool_calls", True)
         job = Job([tokens], most, parameters, logprobs, grammar, kept, goes_on)
-        kind = "chat.completion.chunk" if parameters.stream else "chat.completion"
-        envelope = Envelope(kind, "chatcmpl", service.name, service.fingerprint)
         named = is_named(fields.get("tool_choice"))
-        return cls(service, job, prompt, tools, envelope, is_parallel, named)
+        return cls(service, job, prompt, tools, is_parallel, named)
 
     def _message(self, answer: Answer) -> _Message:
         if answer.index not in self._messages:
@@ -152,78 +154,24 @@ class Chat:
             )
         return self._messages[answer.index]
 
-    def _reason(self, piece: AnswerPart, message: _Message) -> str | None:
-        is_call = message.has_calls and piece.finish_reason == "stop" and not self.is_named
-        return "tool_calls" if is_call else piece.finish_reason
+    def _part(self, answer: Answer, piece: AnswerPart) -> ChatPart:
+        message, reason = self._message(answer), piece.finish_reason
+        deltas = message.push(piece.text, reason is not None, is_cut=reason == "length")
+        if message.has_calls and reason == "stop" and not self.is_named:
+            reason = "tool_calls"
+        return ChatPart(answer, deltas, piece.logprobs, reason)
 
-    def _logprobs(self, piece: AnswerPart) -> dict[str, Any] | None:
-        if self.job.logprobs is None:
-            return None
-        return chat_logprobs(self.service.model.tokenizer, piece.logprobs)
+    async def wholes(self, work: Work) -> list[ChatPart]:
+        """Return all answers, each as one part, when they have ended."""
+        pieces = await work.wholes()
+        return [self._part(*of_one) for of_one in zip(work.answers, pieces, strict=True)]
 
-    async def whole(self, work: Work) -> dict[str, Any]:
-        """Return the body of all answers, when they have ended."""
-        choices = []
-        for answer, piece in zip(work.answers, await work.wholes(), strict=True):
-            message = self._message(answer)
-            is_cut = piece.finish_reason == "length"
-            body = _joined(message.push(piece.text, is_last=True, is_cut=is_cut))
-            choices.append(
-                {
-                    "index": answer.index,
-                    "message": body,
-                    "logprobs": self._logprobs(piece),
-                    "finish_reason": self._reason(piece, message),
-                    "stop_reason": answer.stop_reason,
-                }
-            )
-        return self.envelope.body(choices, work.usage)
-
-    async def stream(self, work: Work) -> AsyncIterator[dict[str, Any]]:
-        """Yield the bodies of pieces, as they come."""
-        for answer in work.answers:
-            delta = {"role": "assistant", "content": ""}
-            yield self.envelope.body([_piece(answer, delta)], work.usage_of_piece)
+    async def parts(self, work: Work) -> AsyncIterator[ChatPart]:
+        """Yield the parts of all answers, as they come."""
         async for answer, piece in work.pieces():
-            message, is_last = self._message(answer), piece.finish_reason is not None
-            is_cut = piece.finish_reason == "length"
-            deltas = message.push(piece.text, is_last, is_cut) or [{}]
-            if deltas == [{}] and not is_last and not piece.logprobs:
-                continue
-            logprobs = self._logprobs(piece)
-            for delta in deltas:
-                choice = _piece(answer, delta, logprobs)
-                if is_last and delta is deltas[-1]:
-                    choice["finish_reason"] = self._reason(piece, message)
-                    choice["stop_reason"] = answer.stop_reason
-                yield self.envelope.body([choice], work.usage_of_piece)
-                logprobs = None
-        if self.job.parameters.includes_usage:
-            yield self.envelope.body([], work.usage)
-
-
-def _piece(answer: Answer, delta: Mapping[str, Any], logprobs: Any = None) -> dict[str, Any]:
-    return {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-
-def _joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a message of its parts."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    calls: dict[int, dict[str, Any]] = {}
-    for delta in deltas:
-        for name in ("content", "reasoning_content"):
-            if name in delta:
-                message[name] = message.get(name, "") + delta[name]
-        for part in delta.get("tool_calls", ()):
-            function = {"name": "", "arguments": ""}
-            new = {"id": part["id"], "type": "function", "function": function}
-            call = calls.setdefault(part["index"], new)
-            for name, text in part.get("function", {}).items():
-                call["function"][name] += text
-    if calls:
-        message["tool_calls"] = [calls[index] for index in sorted(calls)]
-        message["content"] = message["content"] or None
-    return message
+            part = self._part(answer, piece)
+            if part.deltas or part.logprobs or part.finish_reason is not None:
+                yield part
 
 
 def _tools(

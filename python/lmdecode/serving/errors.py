@@ -1,15 +1,18 @@
-"""Errors of the HTTP interface, in the shape of OpenAI's API."""
+"""Errors of the HTTP interface, in the shapes of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
 import logging
 import re
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from lmdecode._checks import Error
 
-__all__ = ["BadRequest", "RequestError", "error_of_engine", "error_of_step", "reason_of"]
+__all__ = [
+    "BadRequest", "RequestError", "anthropic_body", "error_of_engine", "error_of_step", "reason_of",
+]  # fmt: skip
 
 logger = logging.getLogger("lmdecode.serving")
 
@@ -23,6 +26,14 @@ _KINDS = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+}
+_OF_ANTHROPIC = {
+    **_KINDS,
+    403: "permission_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
 }
 
 
@@ -53,6 +64,17 @@ class RequestError(Error):
         kind = _KINDS.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """Return the JSON as the protocol of a path has it."""
+        return anthropic_body(self) if f"{path}/".startswith("/v1/messages/") else self.body
+
+
+def anthropic_body(error: RequestError) -> dict[str, Any]:
+    """Return the JSON of an error as Anthropic's API has it."""
+    kind = _OF_ANTHROPIC.get(error.status, "invalid_request_error")
+    inner = {"type": kind, "message": str(error)}
+    return {"type": "error", "error": inner, "request_id": f"req_{uuid.uuid4().hex}"}
 
 
 class BadRequest(RequestError, ValueError):

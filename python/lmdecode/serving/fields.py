@@ -44,12 +44,16 @@ def body_of(data: bytes) -> Any:
 
 
 class Fields:
-    """The fields of one body; ``BadRequest`` if it is no object. A null field counts as absent."""
+    """The fields of one body; ``BadRequest`` if it is no object. A null field counts as absent.
 
-    def __init__(self, body: Any) -> None:
+    ``place``, such as "thinking.", is where the object is within its body: errors name it.
+    """
+
+    def __init__(self, body: Any, place: str = "") -> None:
         if not isinstance(body, Mapping):
             raise BadRequest("body", f"the body is a {type(body).__name__}; expected an object")
         self._body = {name: value for name, value in body.items() if value is not None}
+        self._place = place
 
     def __contains__(self, name: str) -> bool:
         return name in self._body
@@ -64,7 +68,12 @@ class Fields:
 
     def error(self, name: str, expected: str) -> BadRequest:
         """Return the error of a field: what came and what was expected."""
-        return BadRequest(name, f"{name} is {shown(self.get(name))}; expected {expected}")
+        place = self._place + name
+        return BadRequest(place, f"{place} is {shown(self.get(name))}; expected {expected}")
+
+    def inner(self, name: str) -> Fields:
+        """Return the fields of an object; none where it is absent."""
+        return Fields(self.object(name) or {}, f"{self._place}{name}.")
 
     def number(self, name: str, low: float, high: float) -> float | None:
         """Return a number within limits."""

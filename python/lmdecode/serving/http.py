@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lmdecode.serving.errors import BadRequest, RequestError, error_of_step
 
 __all__ = [
-    "EventStream", "JSONAnswer", "KeyCheck", "OriginCheck", "PlainPaths", "read_body", "read_form",
-    "unless_gone",
+    "EventStream", "JSONAnswer", "KeyCheck", "OriginCheck", "PlainPaths", "path_of", "read_body",
+    "read_form", "unless_gone",
 ]  # fmt: skip
 
 _T = TypeVar("_T")
@@ -35,6 +35,12 @@ def _json(content: Any) -> bytes:
     return text.encode("utf-8", errors="replace")
 
 
+def path_of(scope: Scope) -> str:
+    """Return the path of a request within this application."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 class JSONAnswer(Response):
     """A body of JSON."""
 
@@ -45,9 +51,9 @@ class JSONAnswer(Response):
         return _json(content)
 
     @classmethod
-    def of_error(cls, error: RequestError) -> JSONAnswer:
-        """Return the response for an error."""
-        return cls(error.body, error.status, error.headers)
+    def of_error(cls, error: RequestError, path: str) -> JSONAnswer:
+        """Return the response for an error, in the shape that a path has."""
+        return cls(error.body_at(path), error.status, error.headers)
 
 
 async def read_body(request: Request, most: int, seconds: float) -> bytes:
@@ -124,15 +130,21 @@ async def unless_gone(receive: Receive, answer: Awaitable[_T]) -> _T:
 class EventStream(Response):
     """Server-sent events, one for each body, and ``[DONE]`` at the end.
 
-    ``close`` is called at the end, also when the client goes away.
+    ``close`` is called at the end, also when the client goes away. ``is_named``: each event has the
+    type of its body as its name, and the last body is the end.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[dict[str, Any]],
+        close: Callable[[], None],
+        is_named: bool = False,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._close = events, close
+        self._events, self._close, self._is_named = events, close, is_named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -145,18 +157,19 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
-        async def event(data: bytes) -> None:
-            body = b"data: " + data + b"\n\n"
+        async def event(data: bytes, name: str | None = None) -> None:
+            body = (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
             async for content in self._events:
-                await event(_json(content))
+                await event(_json(content), content["type"] if self._is_named else None)
         except OSError:  # the client has gone
             raise ClientDisconnect from None
         except Exception as error:
             await event(_json(error_of_step(error).body))
-        await event(b"[DONE]")
+        if not self._is_named:
+            await event(b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -180,7 +193,8 @@ class PlainPaths:
 class KeyCheck:
     """Refuses requests without the key, except for ``open_paths``.
 
-    The key is compared in constant time with the token of ``Authorization: Bearer``.
+    The key is compared in constant time with the token of ``Authorization: Bearer`` and with
+    ``x-api-key``.
     """
 
     def __init__(self, app: ASGIApp, key: str, open_paths: tuple[str, ...]) -> None:
@@ -188,23 +202,21 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or refuse."""
-        if (
-            scope["type"] != "http"
-            or scope["path"].removeprefix(scope.get("root_path", "")) in self._open
-            or scope["method"] == "OPTIONS"
-        ):
+        if scope["type"] != "http" or path_of(scope) in self._open or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
             return
-        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._key)
-        if kind.lower() == "bearer" and is_right:
+        headers = Headers(scope=scope)
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        given = (token.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        data = [text.encode("latin-1", "replace") for text in given if text]
+        if any([hmac.compare_digest(one, self._key) for one in data]):
             await self._app(scope, receive, send)
             return
         error = RequestError(
             401, "the API key is missing or wrong; expected it as Authorization: Bearer KEY",
             code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
         )  # fmt: skip
-        await JSONAnswer.of_error(error)(scope, receive, send)
+        await JSONAnswer.of_error(error, path_of(scope))(scope, receive, send)
 
 
 def _is_loopback(host: str) -> bool:
@@ -245,6 +257,6 @@ class OriginCheck:
                 error = RequestError(
                     403, "a web page of another origin may not ask", code="origin_not_allowed"
                 )
-                await JSONAnswer.of_error(error)(scope, receive, send)
+                await JSONAnswer.of_error(error, path_of(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -9,7 +9,7 @@ from typing import Any
 from lmdecode.serving.errors import BadRequest
 from lmdecode.serving.fields import Fields, shown
 
-__all__ = ["joined_parts", "read_messages"]
+__all__ = ["joined_parts", "part_text", "read_content", "read_messages", "text_of"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MOST_MESSAGES = 4096
@@ -32,30 +32,35 @@ def joined_parts(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its parts joined to one text, a line each, as in vLLM."""
     if isinstance(message["content"], str):
         return message
-    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
+    return {**message, "content": text_of(message["content"], "\n")}
 
 
-def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
+def text_of(content: str | list[dict[str, Any]], between: str = "") -> str:
+    """Return a content as one text."""
+    return content if isinstance(content, str) else between.join(part["text"] for part in content)
+
+
+def part_text(part: Any, place: str, where: str) -> str:
+    """Return the text of a part; raise ``BadRequest``, of the field ``where``, which names it."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("text", "input_text", "output_text", "refusal"):
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if isinstance(text, str):
+            return text
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
+        raise BadRequest(where, f"{place} is {kind[:40]!r}; expected text, all it reads")
+    raise BadRequest(where, f"{place} is {shown(part)}; expected a part with a text")
+
+
+def read_content(value: Any, where: str) -> str | list[dict[str, Any]]:
     """Return a content: a text, or a list of several parts of text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise BadRequest(where, f"{where} is {shown(value)}; expected a text or a list of parts")
-    texts = []
-    for i, part in enumerate(value):
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("text", "input_text", "output_text", "refusal"):
-            assert isinstance(part, Mapping)
-            text = part.get("refusal" if kind == "refusal" else "text")
-            if isinstance(text, str):
-                texts.append(text)
-                continue
-        if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise BadRequest(where, f"{where}[{i}] is {kind[:40]!r}; expected text, all it reads")
-        raise BadRequest(where, f"{where}[{i}] is {shown(part)}; expected a part with a text")
+    texts = [part_text(part, f"{where}[{i}]", where) for i, part in enumerate(value)]
     parts = [{"type": "text", "text": text} for text in texts]
     return parts if len(parts) > 1 else "".join(texts)
 
@@ -103,7 +108,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
             raise BadRequest(where, f"{where} has no content; expected a text")
         message["content"] = ""
     else:
-        message["content"] = _content(content, f"{where}.content")
+        message["content"] = read_content(content, f"{where}.content")
         if role == "tool":  # whose parts few templates write
             message = joined_parts(message)
     for name in ("name", "tool_call_id", "reasoning_content"):

@@ -180,11 +180,13 @@ class Service:
         asked: int | None,
         otherwise: int | None,
         asked_name: str = "max_tokens",
+        may_ask_more: bool = False,
     ) -> int:
         """Return the maximum number of new tokens for the prompts, which the field ``name`` holds.
 
-        ``asked`` is the request's number, of the field ``asked_name``. Without it, the maximum is
-        the generation config's, ``otherwise``, or all that there is room for.
+        ``asked`` is the request's number, of the field ``asked_name``, which is an error above the
+        room that there is, unless it ``may_ask_more``. Without it, the maximum is the generation
+        config's, ``otherwise``, or all that there is room for.
         """
         longest = max(map(len, prompts)) if self.is_causal else 1
         room = self.context - longest
@@ -205,6 +207,8 @@ class Service:
                     )
                 otherwise = most - longest
             return room if otherwise is None else min(otherwise, room)
+        if may_ask_more:
+            return min(asked, room)
         if asked > room:
             raise BadRequest(
                 asked_name,
