@@ -17,6 +17,7 @@ from lmdecode.generation_options import OPTIONS
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.models.saved import MANIFEST
+from lmdecode.readers.gguf.hub import cached_gguf
 from lmdecode.readers.gguf.reader import GgufFile, is_gguf
 from lmdecode.serving.chat_template import ChatTemplate
 from lmdecode.serving.errors import BadRequest
@@ -36,10 +37,12 @@ _FILES = ("*.json", "*.jinja", "*.model", "*.spm", "*.txt", "*.gguf",
 def local_path(model: str | os.PathLike[str]) -> Path:
     """Return the path of a model, which is fetched if it is named by its place on Hugging Face.
 
+    "owner/model:Q4_K_M" is a GGUF file of the hub's cache.
+
     Raises FileNotFoundError if there is no such file or folder, nor such a model in the cache or on
     the hub.
     """
-    path = Path(model).expanduser()
+    path = Path(cached_gguf(_OP, model)).expanduser()
     if path.exists():
         return path
     name = os.fspath(model)
