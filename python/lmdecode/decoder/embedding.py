@@ -13,7 +13,7 @@ from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.linear.packed_linear import rms_norm
 from lmdecode.models.packed_causal import PackedCausalModel
 
-__all__ = ["checked_texts", "embedded", "last_logits"]
+__all__ = ["embedded", "last_logits"]
 
 _MOST_ROWS = 512  # tokens that are read at once
 _MOST_TEXTS = 64  # of these
@@ -48,7 +48,7 @@ def _steps(lengths: Sequence[int]) -> Iterator[list[_Part]]:
         yield step
 
 
-def checked_texts(op: str, name: str, texts: Any, model: PackedCausalModel) -> list[list[int]]:
+def _checked_texts(op: str, name: str, texts: Any, model: PackedCausalModel) -> list[list[int]]:
     """Return texts that are lists of tokens; raises ValueError or TypeError that has the index."""
     vocab, most = model.config.vocab_size, model.max_positions or 1 << 30
     if not is_list(texts):
@@ -120,7 +120,7 @@ def embedded(
     dimensions: int | None = None,
 ) -> Tensor:
     """Return the vectors of lists of tokens, as ``Decoding.embed`` describes them."""
-    texts, size = checked_texts(op, "texts", texts, model), model.config.model_size
+    texts, size = _checked_texts(op, "texts", texts, model), model.config.model_size
     check_choice(op, "pooling", pooling, _POOLINGS)
     check_bool(op, "normalize", normalize)
     width = size if dimensions is None else check_int(op, "dimensions", dimensions, 1, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -205,10 +206,10 @@ def defaults_of(
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
-    """Return a model's name: its file's or its folder's, or the hub's."""
+    """Return a model's name: its file's without a part's number, its folder's, or the hub's."""
     path = Path(model).expanduser()
     if path.is_file():
-        return path.stem
+        return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
     return path.resolve().name if path.exists() else os.fspath(model)
 
 

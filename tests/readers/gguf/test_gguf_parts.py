@@ -13,7 +13,7 @@ import torch
 
 import lmdecode
 from lmdecode.formats.gguf import GgufFile
-from lmdecode.serving.text_model import local_path
+from lmdecode.serving.text_model import local_path, name_of
 from tests.readers.gguf.raw_gguf import (
     BOOL,
     F32,
@@ -52,6 +52,7 @@ def test_any_part_is_the_whole(model: Any, parts: list[Path], tmp_path: Path) ->
     whole, ids = GgufFile(tmp_path / "whole.gguf"), random_tokens(8)[None]
     want = lmdecode.Decoding.from_pretrained(tmp_path / "whole.gguf", dtype=None)
     for path in parts:
+        assert name_of(path) == "model"
         file = GgufFile(path)
         assert file.path == parts[0] and set(file) == set(whole)
         assert file.metadata["general.architecture"] == "qwen3"

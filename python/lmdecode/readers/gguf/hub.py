@@ -55,7 +55,7 @@ def cached_gguf(op: str, source: str | os.PathLike[str]) -> str | os.PathLike[st
         for path in sorted(snapshot.rglob("*.gguf"), reverse=True):  # the first part comes last
             if path.is_file():
                 files[_PART.sub("", path.stem)] = path
-        found = sorted((stem for stem in files if ends.fullmatch(stem)), key=len)
+        found = sorted(filter(ends.fullmatch, sorted(files)), key=len)
         found = [
             stem for stem in found if not stem.startswith("mmproj") and len(stem) == len(found[0])
         ]
