@@ -53,12 +53,10 @@ def cached_gguf(op: str, source: str | os.PathLike[str]) -> str | os.PathLike[st
     for snapshot in sorted(snapshots, key=lambda path: path.stat().st_mtime, reverse=True):
         files: dict[str, Path] = {}
         for path in sorted(snapshot.rglob("*.gguf"), reverse=True):  # the first part comes last
-            if path.is_file():
+            if path.is_file() and not path.name.startswith("mmproj"):  # it is of images
                 files[_PART.sub("", path.stem)] = path
         found = sorted(filter(ends.fullmatch, sorted(files)), key=len)
-        found = [
-            stem for stem in found if not stem.startswith("mmproj") and len(stem) == len(found[0])
-        ]
+        found = [stem for stem in found if len(stem) == len(found[0])]  # "UD-Q4_K_M" is longer
         if len(found) > 1:
             raise ValueError(f"{op}: {source} may be {_shown(found)}; expected one of them")
         if found:
