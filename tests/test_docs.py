@@ -24,7 +24,8 @@ FORMATS = (ROOT / "docs/reference/store_format.md",)  # bytes, which no example 
 WITH_EXAMPLES = (
     "README.md", "docs/guides/batch_invariant.md", "docs/guides/beam_search.md",
     "docs/guides/command_line.md",
-    "docs/guides/control_sampling.md", "docs/guides/fast_models.md", "docs/guides/generate.md",
+    "docs/guides/control_sampling.md", "docs/guides/embeddings.md", "docs/guides/fast_models.md",
+    "docs/guides/generate.md",
     "docs/guides/install.md", "docs/guides/long_prompts.md", "docs/guides/prompts_on_disk.md",
     "docs/guides/serve.md", "docs/guides/serving.md", "docs/guides/serving_engines.md",
     "docs/guides/transcribe.md", "docs/guides/translation_and_speech.md",

@@ -18,6 +18,7 @@ SUFFIXES = {".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".html"}
 MAKERS: dict[str, set[str]] = {
     "CausalCaches": {
         "decoder/causal_batch.py",
+        "decoder/embedding.py",  # reads texts, writes none
         "decoder/engine/model_drafts.py",
         "decoder/engine/steps.py",
         "quality.py",  # reads texts, writes none

@@ -216,6 +216,7 @@ def causal(folder: Path) -> Any:
         decoding = lmdecode.Decoding.from_pretrained(model, "int8", keep_model=False)
         for options in ({}, {"num_beams": 2}, {"do_sample": True, "seed": 3}):
             yield decoding.generate(IDS, max_new_tokens=6, **{"do_sample": False, **options})
+    yield [decoding.embed(IDS.tolist(), pooling=pooling) for pooling in ("last", "mean")]
     decoding.save(folder / "saved")
     batch = lmdecode.Decoding.load(folder / "saved").batch(max_requests=2, capacity=32)
     request = batch.add(IDS[0])

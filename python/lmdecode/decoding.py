@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import tempfile
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_bool
+from lmdecode._checks import check_bool, is_list, type_error
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.decoder.decoding import PackedDecoding
 from lmdecode.decoder.device_loop import DeviceDecoder
+from lmdecode.decoder.embedding import embedded
 from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.models.packed_stack import PackedDecoder
 from lmdecode.models.saved import PackedEncoderDecoder, damaged_configs
@@ -314,6 +316,88 @@ class Decoding(PackedDecoding):
         from lmdecode.integrations.transformers.decoding.call import call_generate
 
         return call_generate(self, inputs, store, session, arguments, append=append, rewind=rewind)
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        """The tokenizer of the model's own file or folder; raises ValueError without one."""
+        from lmdecode.readers.loading import tokenizer_of
+
+        source = getattr(self.model, "name_or_path", "")
+        try:
+            if source:
+                return tokenizer_of(source)
+            reason = "the model came without a file or folder"
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        raise ValueError(
+            "Decoding.embed: tokenizer is None; expected one, or texts that are lists of tokens, "
+            f"as the model has none of its own ({reason})"
+        )
+
+    def embed(
+        self,
+        texts: Any,
+        *,
+        tokenizer: Any = None,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> Tensor:
+        """Return a vector for each text, by a decoder-only model: what it makes of the tokens.
+
+        A text's vector has the same bits alone, in any batch and on any number of threads. No
+        logits are computed.
+
+        Parameters
+        ----------
+        texts : list of str, list of lists of int, or str
+            Texts, or their tokens, any number of them; one text is a list of one.
+        tokenizer : optional
+            Has ``encode(text)``, as transformers' tokenizers have, for texts that are ``str``. By
+            default that of the model's file or folder.
+        pooling : {"last", "mean"}
+            "last": the features of the last token, behind the final norm. "mean": their mean over
+            all tokens.
+        normalize : bool
+            Whether vectors have length 1.
+        dimensions : int, optional
+            The first ones of a vector are returned, and normalised.
+
+        Returns
+        -------
+        Tensor
+            float32 [texts, dimensions]; without ``dimensions`` [texts, model_size].
+
+        Raises
+        ------
+        ValueError, TypeError
+            A wrong argument; a text without tokens, with others than the model's, or too long,
+            which is named by its index; or the model is not decoder-only.
+        RuntimeError
+            The features have NaN or infinities.
+        """
+        op, decoder = "Decoding.embed", self.decoder
+        if not isinstance(decoder, PackedCausalModel):
+            raise ValueError(
+                f"{op}: the model has a {type(decoder).__name__}; expected a decoder-only model"
+            )
+        texts = [texts] if isinstance(texts, str) else texts
+        if not is_list(texts):
+            raise type_error(op, "texts", texts, "a list of texts, or of lists of tokens")
+        if any(isinstance(text, str) for text in texts):
+            encode = getattr(self._tokenizer if tokenizer is None else tokenizer, "encode", None)
+            if not callable(encode):
+                raise type_error(op, "tokenizer", tokenizer, "one with encode(text)")
+            texts = [encode(text) if isinstance(text, str) else text for text in texts]
+        return embedded(
+            op,
+            decoder,
+            self.cache_dtype,
+            texts,
+            pooling=pooling,
+            normalize=normalize,
+            dimensions=dimensions,
+        )
 
     def translate(
         self,

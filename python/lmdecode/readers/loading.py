@@ -12,10 +12,11 @@ from typing import Any
 from lmdecode.linear.formats import is_kept
 from lmdecode.models.saved import MANIFEST
 from lmdecode.readers.ctranslate2.folder import is_ctranslate2
+from lmdecode.readers.gguf.hub import cached_gguf
 from lmdecode.readers.gguf.reader import is_gguf
-from lmdecode.readers.gguf.tokenizer import tokenizer_files
+from lmdecode.readers.gguf.tokenizer import load_tokenizer, tokenizer_files, tokenizer_path
 
-__all__ = ["check_as_it_is", "files_of", "folder_of_file", "load_parts"]
+__all__ = ["check_as_it_is", "files_of", "folder_of_file", "load_parts", "tokenizer_of"]
 
 
 # Files of tokenizers and processors.
@@ -33,6 +34,8 @@ _TOKENIZER_FILES = (
 def check_as_it_is(source: object) -> None:
     """Raise ValueError where ``dtype=None`` is asked of what has no quantized weights to keep."""
     what: object = f"a {type(source).__name__}"
+    if isinstance(source, str):
+        source = cached_gguf("Decoding.from_pretrained", source)
     if isinstance(source, (str, os.PathLike)):
         if is_gguf(source) or has_mxfp4(Path(source)):
             return
@@ -73,11 +76,12 @@ def load_parts(
 ) -> tuple[Any, Any, Any]:
     """Return a model, and the config and the weights that ``Decoding`` takes of it.
 
-    ``source`` is the path of a GGUF file, a folder of CTranslate2, or the folder or the name of a
-    model of transformers. ``keeps_blocks``: the linear weights of a GGUF file stay in their blocks.
-    ``mtp``: with the weights that predict further tokens, of a GGUF file or of safetensors. Raises
-    as ``Decoding.from_pretrained``.
+    ``source`` is a GGUF file, by its path or as ``cached_gguf`` takes it, a folder of CTranslate2,
+    or the folder or the name of a model of transformers. ``keeps_blocks``: the linear weights of a
+    GGUF file stay in their blocks. ``mtp``: with the weights that predict further tokens, of a GGUF
+    file or of safetensors. Raises as ``Decoding.from_pretrained``.
     """
+    source = cached_gguf("Decoding.from_pretrained", source)
     if _is_path(source) and not os.path.exists(source):
         raise FileNotFoundError(
             f"Decoding.from_pretrained: there is no file or folder {os.fspath(source)!r}"
@@ -153,3 +157,15 @@ def folder_of_file(name: str, file: str) -> Path | None:
     }
     found = cached_file(name, file, **options)
     return None if found is None else Path(found).parent
+
+
+def tokenizer_of(source: str | os.PathLike[str]) -> Any:
+    """Return the tokenizer of transformers for a file, or a folder or name of a model.
+
+    Raises OSError or ValueError where there is none.
+    """
+    if tokenizer_path(source) is not None:
+        return load_tokenizer(source)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source)

@@ -23,6 +23,7 @@ from lmdecode.serving.blocks import BlockAnswer
 from lmdecode.serving.chat import CHAT_PROMPT_FIELDS, prompt_of
 from lmdecode.serving.chat_completions import ChatCompletion
 from lmdecode.serving.completions import Completion
+from lmdecode.serving.embeddings import embeddings_body, rerank_body
 from lmdecode.serving.errors import BadRequest, RequestError, error_of_step
 from lmdecode.serving.fields import Fields, body_of
 from lmdecode.serving.http import (
@@ -94,6 +95,8 @@ class Application:
                 self._route(f"/v1/audio/{path}", functools.partial(self._heard, task), "POST")
                 for path, task in (("transcriptions", "transcribe"), ("translations", "translate"))
             ),
+            self._route("/v1/embeddings", functools.partial(self._beside, embeddings_body), "POST"),
+            self._route("/v1/rerank", functools.partial(self._beside, rerank_body), "POST"),
             self._route("/v1/models", self._models, "GET"),
             self._route("/v1/models/{name:path}", self._model, "GET"),
             self._route("/tokenize", self._tokenize, "POST"),
@@ -234,6 +237,13 @@ class Application:
             return EventStream(events, lambda: None)
         text, media_type = await unless_gone(request.receive, speech.whole(asked))
         return Response(text, media_type=media_type)
+
+    async def _beside(
+        self, answer: Callable[[Fields, Service], Awaitable[dict[str, Any]]], request: Request
+    ) -> Response:
+        service, fields = self._ready(), await self._fields(request)
+        body = await unless_gone(request.receive, answer(fields, service))
+        return await asyncio.to_thread(JSONAnswer, body)  # of millions of numbers, maybe
 
     async def _models(self, request: Request) -> Response:
         return JSONAnswer({"object": "list", "data": self._cards()})

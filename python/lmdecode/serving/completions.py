@@ -15,7 +15,7 @@ from lmdecode.serving.service import Service
 from lmdecode.serving.work import Job, Work
 from lmdecode.serving.writing import AnswerPart, AnswerWriter
 
-__all__ = ["Completion"]
+__all__ = ["Completion", "prompts_of"]
 
 _FIELDS = COMMON_FIELDS | {"prompt", "echo", "best_of", "logprobs", "add_special_tokens"}
 _REFUSED = {"suffix": "the model writes behind the prompt only"}
@@ -57,7 +57,7 @@ class Completion:
         given = fields.get("prompt")
         count = len(given) if _are_several(given) else 1
         service.check_room(parameters.n * count, "prompt" if count > 1 else "n")
-        prompts = await _prompts(fields, service)
+        prompts = await prompts_of(fields, service)
         asked = fields.integer("max_tokens", 0, (1 << 31) - 1)
         is_empty = asked == 0
         if is_empty and not does_echo:
@@ -140,36 +140,40 @@ def _are_several(given: Any) -> bool:
     return isinstance(given, list) and not (given and is_int(given[0]))
 
 
-async def _prompts(fields: Fields, service: Service) -> list[list[int]]:
-    """Return the tokens of a text, of several, of a list of tokens, or of several."""
-    given: Any = fields.get("prompt")
+async def prompts_of(
+    fields: Fields, service: Service, name: str = "prompt", most: int = _MOST_PROMPTS
+) -> list[list[int]]:
+    """Return the tokens of a field: a text, several, a list of tokens, or several."""
+    given: Any = fields.get(name)
     expected = "a text, a list of tokens, or a list of either"
-    if not _are_several(given):
+    is_list = _are_several(given)
+    if not is_list:
         given = [given]
-    if not isinstance(given, list) or not given or len(given) > _MOST_PROMPTS:
-        raise fields.error("prompt", f"{expected}, up to {_MOST_PROMPTS}")
+    if not isinstance(given, list) or not given or len(given) > most:
+        raise fields.error(name, f"{expected}, up to {most}")
     adds = fields.boolean("add_special_tokens", True)
     texts = [one for one in given if isinstance(one, str)]
     read: list[list[int]] = []
     if texts:
-        read = await service.tokens_of("prompt", texts, add_special_tokens=adds)
+        read = await service.tokens_of(name, texts, add_special_tokens=adds)
     of_texts = iter(read)
     prompts = []
-    for one in given:
+    for i, one in enumerate(given):
         if isinstance(one, str):
             tokens = next(of_texts)
         elif isinstance(one, list):
-            tokens = _token_ids(fields, one, service.vocab)
+            tokens = _token_ids(fields, name, one, service.vocab)
         else:
-            raise fields.error("prompt", expected)
+            raise fields.error(name, expected)
         if not tokens:
-            raise BadRequest("prompt", "prompt is empty; expected at least one token")
+            which = f"{name}[{i}]" if is_list else name
+            raise BadRequest(name, f"{which} is empty; expected at least one token")
         prompts.append(tokens)
     return prompts
 
 
-def _token_ids(fields: Fields, tokens: Sequence[Any], vocab: int) -> list[int]:
+def _token_ids(fields: Fields, name: str, tokens: Sequence[Any], vocab: int) -> list[int]:
     for token in tokens:
         if not is_int(token) or not 0 <= token < vocab:
-            raise fields.error("prompt", f"texts, or token ids, 0 to {vocab - 1}")
+            raise fields.error(name, f"texts, or token ids, 0 to {vocab - 1}")
     return list(tokens)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lmdecode.decoder.engine.engine import Engine
 from lmdecode.decoder.engine.request import Request, TokenLogprob
@@ -33,6 +33,7 @@ from lmdecode.serving.writing import AnswerWriter
 
 __all__ = ["Service"]
 
+_T, _R = TypeVar("_T"), TypeVar("_R")
 _LONG_TEXT = 1 << 14  # characters: longer ones are tokenized beside the event loop
 
 
@@ -274,24 +275,38 @@ class Service:
         """
 
         def score(prompt: Sequence[int]) -> list[TokenLogprob]:
+            return token_logprobs(self.model.decoding, prompt, num_top)
+
+        try:
+            return await self.computed_beside(prompts, score, len(prompts))
+        except ValueError as error:
+            raise error_of_engine(error, {"ids": "prompt"}) from error
+
+    async def computed_beside(
+        self, parts: Sequence[_T], compute: Callable[[_T], _R], count: int = 1
+    ) -> list[_R]:
+        """Return what is computed of parts by a thread beside the engine, one part at a time.
+
+        It counts as ``count`` requests: raises ``RequestError`` with status 429 if too many wait.
+        """
+
+        def run(part: _T) -> _R:
             try:
-                return token_logprobs(self.model.decoding, prompt, num_top)
+                return compute(part)
             finally:
                 release_worker_threads()  # they would slow the engine's
 
-        async def score_next(prompt: Sequence[int]) -> list[TokenLogprob]:
+        async def run_next(part: _T) -> _R:
             async with self._scoring:
-                return await asyncio.to_thread(score, prompt)
+                return await asyncio.to_thread(run, part)
 
-        self.check_room(len(prompts), waits=True)
-        self._num_coming += len(prompts)
+        self.check_room(count, waits=True)
+        self._num_coming += count
         try:
-            # If the client goes, this ends after the current prompt, which nothing can stop.
-            return [await asyncio.shield(score_next(prompt)) for prompt in prompts]
-        except ValueError as error:
-            raise error_of_engine(error, {"ids": "prompt"}) from error
+            # If the client goes, this ends after the current part, which nothing can stop.
+            return [await asyncio.shield(run_next(part)) for part in parts]
         finally:
-            self._num_coming -= len(prompts)
+            self._num_coming -= count
 
     def check_room(self, count: int, name: str = "n", *, waits: bool = False) -> None:
         """Raise an error if ``count`` answers are more than there may be at once.

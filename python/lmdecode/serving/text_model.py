@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from lmdecode.generation_options import OPTIONS
 from lmdecode.linear.formats import AS_IT_IS, FORMATS
 from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.models.saved import MANIFEST
+from lmdecode.readers.gguf.hub import cached_gguf
 from lmdecode.readers.gguf.reader import GgufFile, is_gguf
 from lmdecode.serving.chat_template import ChatTemplate
 from lmdecode.serving.errors import BadRequest
@@ -36,10 +38,12 @@ _FILES = ("*.json", "*.jinja", "*.model", "*.spm", "*.txt", "*.gguf",
 def local_path(model: str | os.PathLike[str]) -> Path:
     """Return the path of a model, which is fetched if it is named by its place on Hugging Face.
 
+    "owner/model:Q4_K_M" is a GGUF file of the hub's cache.
+
     Raises FileNotFoundError if there is no such file or folder, nor such a model in the cache or on
     the hub.
     """
-    path = Path(model).expanduser()
+    path = Path(cached_gguf(_OP, model)).expanduser()
     if path.exists():
         return path
     name = os.fspath(model)
@@ -202,10 +206,10 @@ def defaults_of(
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
-    """Return a model's name: its file's or its folder's, or the hub's."""
+    """Return a model's name: its file's without a part's number, its folder's, or the hub's."""
     path = Path(model).expanduser()
     if path.is_file():
-        return path.stem
+        return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
     return path.resolve().name if path.exists() else os.fspath(model)
 
 

@@ -315,7 +315,7 @@ def _add(kind: str, key: str, value: Any) -> Any:
 
 
 MORE_ENTRIES: list[tuple[Any, str]] = [
-    (_add("uint16", "split.count", 3), "is one of 3 files of a model; expected one file"),
+    (_add("uint16", "split.count", 3), "its split.no is None; expected an int, 0 to 2"),
     (_add("uint32", KEY("expert_count"), 8), "is a mixture of experts; expected a dense model"),
     (_add("string", KEY("rope.scaling.type"), "longrope"), "of the type 'longrope'; expected none"),
     (_add("string", KEY("rope.scaling.type"), "linear"), "has None for llama.rope.scaling.factor"),

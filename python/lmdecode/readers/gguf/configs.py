@@ -475,12 +475,6 @@ def config_entries(facts: Facts) -> dict[str, Any]:
             file,
             f"is of the architecture {facts.architecture!r}; expected one of {', '.join(CONFIGS)}",
         )
-    split = file.metadata.get("split.count", 0)
-    if split not in (0, 1):
-        raise refused(
-            file, f"is one of {split!r} files of a model; expected one file, as "
-            "llama-gguf-split --merge makes of them"
-        )  # fmt: skip
     layers = facts.count("block_count")
     names = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if names != {str(i) for i in range(min(layers, len(names) + 1))}:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,9 @@ _BLOCKS = {kind.number: name for name, kind in KINDS.items()}
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
            21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
            29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"}  # fmt: skip
+_PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_COUNT_OF_PARTS = "split.count"
+_MAX_PARTS = 99_999  # the digits of a name
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -51,7 +55,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 class TensorInfo(NamedTuple):
-    """The place of a tensor in the file, bytes ``begin`` to ``end``.
+    """The place of a tensor in its file, or its part, bytes ``begin`` to ``end``.
 
     ``shape`` is in torch's order: the last dimension is contiguous. ``kind`` is the dtype of its
     floats, or one of ``KINDS``.
@@ -184,11 +188,21 @@ class GgufFile:
     """A GGUF file, mapped: its tensors are views of the file, which must not change meanwhile.
 
     ``metadata`` has numbers, strings, ``Strings``, and ``array.array`` of numbers, by key;
-    ``tensors`` has each ``TensorInfo`` by name. Raises OSError if there is no such file, and
-    ValueError that names the fault if it is damaged, of another version, or has unknown types.
+    ``tensors`` has each ``TensorInfo`` by name. Of a file in parts any part may be named:
+    ``metadata`` and ``path`` are those of the first, and ``tensors`` has those of all.
+
+    Raises OSError if there is no such file, or a part is missing, which is named, and ValueError
+    that names the fault if it is damaged, of another version, or has unknown types, or if parts do
+    not belong together.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._of_parts: dict[str, GgufFile] = {}  # tensors of the other parts
+        self._read(path)
+        if _COUNT_OF_PARTS in self.metadata:
+            self._join_parts()
+
+    def _read(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -226,8 +240,80 @@ class GgufFile:
                 raise cursor.error(f"key {i} of its metadata is empty; expected a name")
             if key in metadata:
                 raise cursor.error(f"its metadata has {key!r} twice; expected it once")
-            metadata[key] = cursor.value(cursor.number("I", f"the type of {key!r}"), repr(key))
+            kind = cursor.number("I", f"the type of {key!r}")
+            begin = cursor.at
+            metadata[key] = cursor.value(kind, repr(key))
+            if key == _COUNT_OF_PARTS:
+                self._place_of_count = slice(begin, cursor.at)
         return metadata
+
+    def _whole(self, key: str, low: int, high: int) -> int:
+        value = self.metadata.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise _damaged(
+                self.path, f"its {key} is {str(value)[:60]}; expected an int, {low} to {high}"
+            )
+        return value
+
+    def _join_parts(self) -> None:
+        """Take the metadata of the first part, and the tensors of all; a whole file stays as is."""
+        count = self._whole(_COUNT_OF_PARTS, 0, _MAX_PARTS)
+        if count < 2:
+            return
+        own = self._whole("split.no", 0, count - 1)
+        match = _PART_NAME.fullmatch(self.path.name)
+        if match is None or (int(match[2]), int(match[3])) != (own + 1, count):
+            raise _damaged(
+                self.path,
+                f"it is part {own + 1} of {count}; expected a name that ends in "
+                f"-{own + 1:05}-of-{count:05}.gguf",
+            )
+        paths = [
+            self.path.with_name(f"{match[1]}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)
+        ]
+        for path in paths:  # before any is read
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{self.path} is part {own + 1} of {count}: {path} is missing"
+                )
+        self._read(paths[0])
+        total = self._whole("split.tensors.count", 0, (1 << 31) - 1)
+        for number, path in enumerate(paths):
+            part = self
+            if number > 0:
+                part = GgufFile.__new__(GgufFile)
+                part._of_parts = {}
+                part._read(path)
+            self._add_part(part, number, count, total)
+        if len(self.tensors) != total:
+            raise _damaged(
+                self.path,
+                f"its {count} parts have {len(self.tensors)} tensors; expected {total}, its "
+                "split.tensors.count",
+            )
+
+    def _add_part(self, part: GgufFile, number: int, count: int, total: int) -> None:
+        expected = {"split.no": number, _COUNT_OF_PARTS: count, "split.tensors.count": total}
+        for key, value in expected.items():
+            if part._whole(key, 0, (1 << 31) - 1) != value:
+                raise _damaged(
+                    part.path,
+                    f"its {key} is {part.metadata[key]}; expected {value}, as in {self.path}",
+                )
+        if part is self:
+            return
+        for key, found in part.metadata.items():
+            if key not in expected and key != "general.alignment":
+                if found != self.metadata.get(key):
+                    raise _damaged(
+                        part.path, f"it has {key!r}; expected it in the first part alone"
+                    )
+        for name, info in part.tensors.items():
+            if name in self.tensors:
+                raise _damaged(
+                    part.path, f"it has the tensor {name!r}, as another part of {self.path} has"
+                )
+            self.tensors[name], self._of_parts[name] = info, part
 
     def _alignment(self, cursor: _Cursor) -> int:
         alignment = self.metadata.get("general.alignment", 32)
@@ -301,15 +387,20 @@ class GgufFile:
         return iter(self.tensors)
 
     def without_tensors(self) -> bytes:
-        """Return a GGUF file with the metadata alone."""
-        data = bytes(bytes_of(self._memory)[: self._end_of_metadata])
-        return data[:8] + bytes(8) + data[16:]
+        """Return a GGUF file with the metadata alone, which is whole."""
+        data = bytearray(bytes_of(self._memory)[: self._end_of_metadata])
+        data[8:16] = bytes(8)
+        if _COUNT_OF_PARTS in self.metadata:
+            data[self._place_of_count] = bytes(len(data[self._place_of_count]))
+        return bytes(data)
 
     def tensor(self, name: str) -> Tensor | QuantizedWeight:
         """Return a tensor of the file, without a copy: floats, or a matrix in blocks.
 
         Raises KeyError for an unknown name, ValueError for blocks that are no matrix.
         """
+        if name in self._of_parts:
+            return self._of_parts[name].tensor(name)
         info = self.tensors[name]
         data = self._memory[info.begin : info.end]
         if isinstance(info.kind, torch.dtype):
@@ -325,6 +416,8 @@ class GgufFile:
 
     def matrix(self, name: str, index: int) -> Tensor | QuantizedWeight:
         """Return a matrix of a tensor of three dimensions, without a copy: see ``tensor``."""
+        if name in self._of_parts:
+            return self._of_parts[name].matrix(name, index)
         info = self.tensors[name]
         count, rows, _ = info.shape
         size = (info.end - info.begin) // count
