@@ -115,13 +115,13 @@ def test_random_conversations(decoding: lmdecode.Decoding) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_dtype", ["float32", "int8", "bfloat16"])
-def test_500_random_conversations(cache_dtype: str) -> None:
+@pytest.mark.parametrize(("cache_dtype", "count"), [("float32", 500), ("int8", 150)])
+def test_many_random_conversations(cache_dtype: str, count: int) -> None:
     model = random_model("llama", "plain")
     decoding = lmdecode.Decoding.from_pretrained(model, cache_dtype=cache_dtype)
     engine = engine_of(decoding, 1.8)
-    conversations(decoding, 500, engine)
-    assert engine.stats.pauses > 0 and engine.stats.cached_tokens > 1000
+    conversations(decoding, count, engine)
+    assert engine.stats.pauses > 0 and engine.stats.cached_tokens > 2 * count
 
 
 @pytest.mark.parametrize("kind", ["lookup", "assistant", "mtp"])
