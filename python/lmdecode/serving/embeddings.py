@@ -105,7 +105,7 @@ def _documents(fields: Fields) -> list[str]:
     expected = f"a list of 1 to {_MOST_TEXTS} texts, or of objects with a text"
     if not isinstance(given, list) or not 1 <= len(given) <= _MOST_TEXTS:
         raise fields.error("documents", expected)
-    texts = [one.get("text") if isinstance(one, dict) else one for one in given]
+    texts: list[Any] = [one.get("text") if isinstance(one, dict) else one for one in given]
     for i, text in enumerate(texts):
         if not isinstance(text, str):
             raise BadRequest("documents", f"documents[{i}] is no text; expected {expected}")

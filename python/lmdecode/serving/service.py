@@ -33,7 +33,8 @@ from lmdecode.serving.writing import AnswerWriter
 
 __all__ = ["Service"]
 
-_T, _R = TypeVar("_T"), TypeVar("_R")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 _LONG_TEXT = 1 << 14  # characters: longer ones are tokenized beside the event loop
 
 
