@@ -290,6 +290,9 @@ def test_a_wrong_field_is_named(port: int, name: str, value: Any) -> None:
 def test_errors_of_all_kinds_have_one_shape(port: int) -> None:
     found = [post(port, PATH, data) for data in (b"", b"{", b"[]", b"\xff")]
     assert {status for status, _ in found} == {400}
+    for levels in (900, 970, 985, 995, 5000):
+        deep = b'{"input": "a", "metadata": {"a": ' + b"[" * levels + b"]" * levels + b"}}"
+        assert post(port, PATH, deep)[0] in (200, 400)
     found += [call(port, method, PATH)[:2] for method in ("GET", "PUT")]
     found.append(post(port, PATH, {"input": "a", "model": "other"}))
     found.append(post(port, PATH, b'{"input": "' + b"a" * 1_000_000 + b'"}'))

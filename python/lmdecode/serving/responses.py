@@ -45,6 +45,7 @@ _REFUSED = {
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens",
           "response_format": "text", "reasoning_effort": "reasoning"}  # fmt: skip
 _LOGPROBS = "message.output_text.logprobs"
+_SPARE_LEVELS = 64  # those of a response around a field, and of Python's stack
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -187,6 +188,17 @@ def _chat_body(fields: Fields, messages: list[dict[str, Any]]) -> dict[str, Any]
     return body
 
 
+def _check_levels(fields: Fields) -> None:
+    """Raise ``BadRequest`` where a response could not be written that repeats a body's fields."""
+    body: Any = {name: fields.get(name) for name in fields.names()}
+    for _ in range(_SPARE_LEVELS):
+        body = [body]
+    try:
+        json.dumps(body)
+    except RecursionError as error:
+        raise BadRequest("body", "the body has too many levels") from error
+
+
 class ResponseAnswer(BlockAnswer):
     """A checked request, whose answer is a response with its items.
 
@@ -234,6 +246,7 @@ class ResponseAnswer(BlockAnswer):
     @classmethod
     async def of(cls, fields: Fields, service: Service, stored: StoredResponses) -> ResponseAnswer:
         """Check a body; raise ``RequestError``, which names the field."""
+        _check_levels(fields)
         messages: list[dict[str, Any]] = []
         if (previous := fields.text("previous_response_id")) is not None:
             if (found := stored.get(previous)) is None:
