@@ -32,7 +32,7 @@ MAKERS: dict[str, set[str]] = {
 }
 
 # Lines of sources by folder. A change that needs more says so here, in the same commit.
-MOST_LINES = {"csrc": 45_780, "python": 70_750, "tests": 88_180, "benchmarks": 13_500}
+MOST_LINES = {"csrc": 45_780, "python": 70_750, "tests": 88_190, "benchmarks": 13_500}
 
 
 @functools.cache
