@@ -22,7 +22,8 @@ REFERENCE = sorted(ROOT.glob("docs/reference/*.md"))
 API = sorted(ROOT.glob("docs/api/*.md"))
 FORMATS = (ROOT / "docs/reference/store_format.md",)  # bytes, which no example shows
 WITH_EXAMPLES = (
-    "README.md", "docs/guides/batch_invariant.md", "docs/guides/beam_search.md",
+    "README.md", "docs/guides/agents.md", "docs/guides/batch_invariant.md",
+    "docs/guides/beam_search.md",
     "docs/guides/command_line.md",
     "docs/guides/control_sampling.md", "docs/guides/embeddings.md", "docs/guides/fast_models.md",
     "docs/guides/generate.md",
