@@ -32,7 +32,7 @@ MAKERS: dict[str, set[str]] = {
 }
 
 # Lines of sources by folder. A change that needs more says so here, in the same commit.
-MOST_LINES = {"csrc": 45_780, "python": 69_720, "tests": 87_270, "benchmarks": 13_500}
+MOST_LINES = {"csrc": 45_780, "python": 69_650, "tests": 87_270, "benchmarks": 13_500}
 
 
 @functools.cache
