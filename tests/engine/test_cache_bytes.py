@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lmdecode
 from tests.engine.engine_cases import (
@@ -75,7 +76,7 @@ def test_lives_of_an_engine(decoding: lmdecode.Decoding, seed: int) -> None:
         return options if "num_beams" not in options else options | {"max_new_tokens": 9}
 
     live_of(
-        engine_of(decoding, rng.choice([1.5, TEXTS, 9]), max_step_tokens=rng.choice([8, 50])),
+        engine_of(decoding, rng.choice([2, TEXTS, 9]), max_step_tokens=rng.choice([8, 50])),
         rng,
         lambda: {"prompt_ids": prompt_of(rng, shared), **options()},
         lambda arguments: alone(decoding, **arguments),
@@ -119,7 +120,7 @@ def test_random_conversations(decoding: lmdecode.Decoding) -> None:
 def test_many_random_conversations(cache_dtype: str, count: int) -> None:
     model = random_model("llama", "plain")
     decoding = lmdecode.Decoding.from_pretrained(model, cache_dtype=cache_dtype)
-    engine = engine_of(decoding, 1.8)
+    engine = engine_of(decoding, 2)
     conversations(decoding, count, engine)
     assert engine.stats.pauses > 0 and engine.stats.cached_tokens > 2 * count
 
@@ -231,6 +232,88 @@ def test_a_prompt_is_kept_where_its_reader_pauses(
         lambda: [engine.submit(**arguments) for arguments in given],
         [outcome(alone(llama, **arguments)) for arguments in given],
     )
+
+
+def test_a_search_that_fits_alone_does_not_fail(llama: lmdecode.Decoding) -> None:
+    """Each beam copies the last block of the prompt, and goes on in another one."""
+    block, prompt = bytes_of(llama, 1), random_tokens(31).tolist()
+    options: dict[str, Any] = {"max_new_tokens": 4, "num_beams": 8, "eos_token_id": ()}
+    given = {"max_requests": 8, "capacity": 64}
+    with pytest.raises(ValueError, match=rf"need {16 * block} bytes; expected at most {9 * block}"):
+        llama.engine(**given, cache_bytes=9 * block).submit(prompt, **options)
+    engine = llama.engine(**given, cache_bytes=16 * block)
+    request = engine.submit(prompt, **options)
+    finish(engine, 16 * block)
+    want = llama.engine(**given).submit(prompt, **options)
+    assert outcome(request.result()) == outcome(want.result()) and is_whole(engine)
+
+
+def test_stored_prompts_are_loaded_where_there_is_room(
+    llama: lmdecode.Decoding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [random_tokens(100, row).tolist() for row in range(8)]
+    most = 16 * bytes_of(llama, 1)
+    peak = 0
+    with lmdecode.KVStore(
+        tmp_path, capacity_bytes=1 << 26, fingerprint=llama.fingerprint(), chunk_tokens=16
+    ) as store:
+        for turn in range(2):
+            engine = engine_of(llama, 4, store=store)
+            caches: Any = engine._model.caches
+            assert caches.most_bytes == most
+            for prompt in prompts[:4] if turn == 0 else prompts[4:]:
+                engine.submit(prompt, max_new_tokens=2, eos_token_id=()).result()
+            if turn == 0:
+                engine.stop()  # waits for what is being written
+        assert engine.stats.cache_bytes == most  # of the prompts that are kept
+        write = caches.write
+
+        def watched(*arguments: Any) -> None:
+            nonlocal peak
+            write(*arguments)
+            peak = max(peak, engine.stats.cache_bytes)
+
+        monkeypatch.setattr(caches, "write", watched)
+        requests = [engine.submit(p, max_new_tokens=2, eos_token_id=()) for p in prompts[:3]]
+        finish(engine, most)
+        assert [request.stats.cached_tokens for request in requests] == [99, 99, 99]
+        assert 0 < peak <= most
+        engine.stop()
+
+
+@pytest.mark.parametrize(("name", "texts"), [("windows", 1.0), ("Mamba-2", 2.2)])
+def test_a_request_comes_back_where_it_can_go_on(
+    name: str, texts: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = lmdecode.Decoding.from_pretrained(random_model(*MODELS[name]))
+    size = int(texts * bytes_of(decoding))
+    engine = decoding.engine(
+        max_requests=4, capacity=CAPACITY, max_step_tokens=24, cache_bytes=size
+    )
+    pause, paused = engine._pause, list[tuple[Any, int, int]]()
+
+    def watched(sequence: Any) -> None:
+        paused.append((sequence, sequence.read, len(sequence.request.tokens)))
+        pause(sequence)
+
+    monkeypatch.setattr(engine, "_pause", watched)
+    prompts = [random_tokens(50, row).tolist() for row in range(3)]
+    requests = [engine.submit(p, max_new_tokens=60, eos_token_id=()) for p in prompts]
+    finish(engine, size)
+    assert all(request.finished for request in requests)
+    assert len(set(paused)) == len(paused) <= 6, paused
+
+
+def test_a_follower_that_pauses_shares_later(llama: lmdecode.Decoding) -> None:
+    engine = engine_of(llama, max_step_tokens=8)
+    prompt = random_tokens(80).tolist()
+    first, second = (engine.submit(prompt, max_new_tokens=3) for _ in range(2))
+    engine.step()
+    with torch.no_grad():
+        engine._pause(next(reversed(engine._seated)))
+    run(engine, first, second)
+    assert (first.stats.cached_tokens, second.stats.cached_tokens) == (0, 79)
+    assert engine.stats.prompt_tokens == 81 and second.result().tokens == first.result().tokens
 
 
 def test_bad_input(llama: lmdecode.Decoding) -> None:

@@ -174,6 +174,8 @@ class CausalCaches:
         self.lengths = self._tensors[2]
         self._states = self._state_tensors()
         self._tensors += self._states
+        self._pools = list(self._sizes_of_pools())
+        self._bytes_of_row = self.bytes_for([BLOCK_SIZE])
         size = int(ops.causal_workspace_bytes(model.memory, [max_rows, sequences, max_blocks]))
         memory = model.spare_memory.take(size)
         self._workspace = memory[:size]
@@ -217,8 +219,7 @@ class CausalCaches:
         """Bytes of memory, used or not, with scratch."""
         return sum(tensor.nbytes for tensor in self._tensors) + self._workspace.nbytes
 
-    @property
-    def _pools(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    def _sizes_of_pools(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """Yield of each pool the bytes of a block, their number, those of sequences, and counters.
 
         A state is a block of the last pool, if there are states.
@@ -263,15 +264,15 @@ class CausalCaches:
             total += size * int((new + is_shared).sum())
         if self._states:
             most, every = self._most_states(self.max_length), self._interval or self.max_length
-            states = sum(min(most, 3 + self.rollback + 2 * n // every) for n in counts)
+            states = sum(min(n, most, 3 + self.rollback + 2 * n // every) for n in counts)
             total += 4 * self.model.state_size * states
         return total
 
     def has_room_for(self, rows: int, tokens: int) -> bool:
         """Whether a step of so many rows and tokens needs no look at its ``bytes_to_append``."""
         assert self.most_bytes is not None
-        each = self.bytes_for([BLOCK_SIZE])
-        return self.used_bytes + each * (2 * rows + tokens // BLOCK_SIZE) <= self.most_bytes
+        size = self._bytes_of_row * (2 * rows + tokens // BLOCK_SIZE)
+        return self.used_bytes + size <= self.most_bytes
 
     @property
     def is_plain(self) -> bool:

@@ -209,10 +209,12 @@ _MOST_PENDING = 8  # prompts that wait to be written; more are dropped if the di
 class PromptStore:
     """Where the steps of a decoder-only model load prompts from, and write them to; here nowhere.
 
-    ``has_windows``: layers with a window load only the last positions.
+    ``has_windows``: layers with a window load only the last positions. ``make_room`` is that of the
+    places, before so many bytes are loaded.
     """
 
     has_windows = False
+    make_room: Callable[[int], bool]
 
     def load(self, place: int, prompt: tuple[int, ...], longer_than: int) -> int:
         """Load the stored prefix of a prompt into an empty place; return its number of tokens.
@@ -287,6 +289,8 @@ class StoredPrompts(PromptStore):
         try:
             count = int(hit.num_tokens)
             if count < BLOCK_SIZE or count <= longer_than:
+                return 0
+            if not self.make_room(self._caches.bytes_for([count])):
                 return 0
             states = PromptStates(self._store.fingerprint, count)
             if self._store.load(hit, out=states.reserve(count)) is None:
@@ -370,6 +374,7 @@ class PromptReader(Generic[S]):
 
     def __init__(self, places: Places, stored: PromptStore) -> None:
         self._places, self._stored = places, stored
+        stored.make_room = places.make_room
         self.sequences: list[S] = []
         self.prompt_tokens = self.cached_tokens = 0
 

@@ -475,7 +475,7 @@ class WrittenSequence(ReadSequence):
         super().__init__(request.prompt_ids)
         self.request, self.max_new_tokens, self.end_tokens = request, max_new_tokens, end_tokens
         self.input: EncoderInput | None = None
-        self._has_paused = False
+        self._has_computed = False  # some of its prompt, before a pause
 
     def with_input(self, input: EncoderInput | None) -> WrittenSequence:
         """Set the input; return the sequence."""
@@ -485,12 +485,12 @@ class WrittenSequence(ReadSequence):
     def begin_with(self, length: int) -> None:
         """See ``ReadSequence``."""
         super().begin_with(length)
-        if not self._has_paused:
+        if not self._has_computed:
             self.request.cached_tokens = length
 
     def pause(self) -> None:
         """Be as before it began, but for the tokens that it has chosen; it has no places."""
-        self._has_paused = True
+        self._has_computed |= self.read > self.request.cached_tokens
         self.read, self.follows, self.keep_at = 0, None, []
         self.stops.clear()
         self.written = tuple(self.request.tokens)

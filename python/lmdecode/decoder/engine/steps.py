@@ -13,6 +13,7 @@ from torch import Tensor
 from lmdecode._checks import check_choice, check_int
 from lmdecode.beam.engine.request import BeamRequest
 from lmdecode.decoder.causal_caches import (
+    BLOCK_SIZE,
     CHECKPOINT_INTERVAL,
     CausalCaches,
     check_sizes_of_batch,
@@ -132,7 +133,9 @@ class CausalSteps:
         if most is None:
             return
         count, new = len(sequence.prompt_ids), sequence.max_new_tokens
-        needed = self.caches.bytes_for([count + new, *[new] * (sequence.num_beams - 1)])
+        # A beam copies the last block of the prompt; the last token is not read.
+        of_beam = count % BLOCK_SIZE + new - 1
+        needed = self.caches.bytes_for([count + new, *[of_beam] * (sequence.num_beams - 1)])
         if needed > most:
             raise ValueError(
                 f"{_OP}: a prompt of {count} tokens and {sequence.num_beams} texts of "
@@ -156,7 +159,12 @@ class CausalSteps:
         for sequence, count in self.reader.parts(room):
             places.append(sequence.places[0])
             counts.append(count)
-        return self.places.make_room(self.caches.bytes_to_append(places, counts))
+        size, make_room = (
+            partial(self.caches.bytes_to_append, places, counts),
+            self.places.make_room,
+        )
+        # A block shared with a kept prompt alone is not copied once that is forgotten.
+        return make_room(size()) or make_room(size())
 
     def begin(self, sequence: WrittenSequence) -> None:
         """See ``ModelSteps``."""
