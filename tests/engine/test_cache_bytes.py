@@ -136,7 +136,8 @@ def test_conversations_with_drafts(kind: str, llama: lmdecode.Decoding, tmp_path
         write_folder(agreeing_model("qwen3_5_text", "delta rule last, biases", 0.05), tmp_path)
         decoding = lmdecode.Decoding.from_pretrained(tmp_path, mtp=True)
         drafts = {"assistant_model": "mtp"}
-    engine = engine_of(decoding, 2.1, max_step_tokens=30, **drafts)
+    texts = 2.4 if kind == "mtp" else 2.1
+    engine = engine_of(decoding, texts, max_step_tokens=30, **drafts)
     conversations(decoding, 40, engine)
     assert engine.stats.accepted_tokens > 0 and engine.stats.pauses > 0
 

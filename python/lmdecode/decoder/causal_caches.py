@@ -264,7 +264,7 @@ class CausalCaches:
             total += size * int((new + is_shared).sum())
         if self._states:
             most, every = self._most_states(self.max_length), self._interval or self.max_length
-            states = sum(min(n, most, 3 + self.rollback + 2 * n // every) for n in counts)
+            states = sum(min(most, 3 + self.rollback + 2 * n // every) for n in counts)
             total += 4 * self.model.state_size * states
         return total
 

@@ -123,6 +123,7 @@ class CausalSteps:
         of, shared = self.places.longest_common(sequence.prompt_ids)
         shared = shared if of in in_use else 0
         coming = [s.unread for s in self.reader.sequences] + [sequence.unread - shared]
+        coming += [0] * len(coming)  # states of a step, beside those before it
         size = self.caches.bytes_held_by(in_use) + self.caches.bytes_for(coming)
         # Beside it all others go on.
         return size + self.caches.bytes_to_append(in_use, [1] * len(in_use)) <= most
@@ -159,12 +160,9 @@ class CausalSteps:
         for sequence, count in self.reader.parts(room):
             places.append(sequence.places[0])
             counts.append(count)
-        size, make_room = (
-            partial(self.caches.bytes_to_append, places, counts),
-            self.places.make_room,
-        )
+        size = partial(self.caches.bytes_to_append, places, counts)
         # A block shared with a kept prompt alone is not copied once that is forgotten.
-        return make_room(size()) or make_room(size())
+        return self.places.make_room(size()) or self.places.make_room(size())
 
     def begin(self, sequence: WrittenSequence) -> None:
         """See ``ModelSteps``."""
