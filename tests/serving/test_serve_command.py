@@ -211,17 +211,20 @@ with tempfile.NamedTemporaryFile() as found:
     assert int(done.stdout) == most
 
 
-def test_the_context_is_the_models_or_what_memory_holds() -> None:
-    with command("--memory-gb", "0.01") as (_, port):
+def test_the_context_is_the_models_or_what_memory_holds(tmp_path: Path) -> None:
+    with forked(tmp_path, "--memory-gb", "0.01") as (_, port):
         _, got, _ = call(port, "GET", "/v1/models")
         assert got["data"][0]["max_model_len"] == 4096
     for options, message in (
         (("--memory-gb", "0"), "--memory-gb is 0.0; expected 0.001 to 1e+06"),
         (("--memory-gb", "0.001", "--context", "4096"), "--context is 4096, and --memory-gb 0.001"),
     ):
-        words = [sys.executable, "-m", "lmdecode", "serve", str(KJV), "--port", "0", *options]
-        failed = subprocess.run(words, capture_output=True, text=True, timeout=120)
-        assert failed.returncode == 1 and message in failed.stderr, failed.stderr
+        files = [os.devnull, str(tmp_path / "out"), str(tmp_path / "err")]
+        words = ["-m", "lmdecode", "serve", str(KJV), "--port", "0", *options]
+        failed = start_python(words, files)
+        failed.join(120)
+        told = Path(files[2]).read_text()
+        assert failed.exitcode == 1 and message in told, told
 
 
 def test_it_says_what_to_type_and_prints_configurations(

@@ -24,7 +24,7 @@ __all__ = [
     "load_chat_model", "load_model", "sampling_of", "set_threads",
 ]  # fmt: skip
 
-MODEL_HELP = "folder or hub id of transformers, GGUF file, or a folder of lmdecode convert"
+MODEL_HELP = "folder, hub id, GGUF file, or a folder of convert"
 # Where a model's generation config has none of them.
 _SAMPLING = SamplingParameters(temperature=0.7, top_k=50, top_p=0.9)
 _OF_CONFIG = (*FUSED, "typical_p", "repetition_penalty")
@@ -62,7 +62,7 @@ def add_draft_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="MODEL",
-        help=f"smaller: drafts what the model verifies; {_MTP}: the model's own layer",
+        help=f"smaller, to draft; {_MTP}: the model's own layer",
     )
 
 

@@ -40,8 +40,7 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         "serve",
         help=COMMANDS["serve"],
         usage="lmdecode serve MODEL [options]",
-        description="Serve a model: OpenAI's and Anthropic's APIs at /v1, a page to chat at /, "
-        "metrics at /metrics.",
+        description="OpenAI's and Anthropic's APIs at /v1, a page at /, metrics at /metrics.",
     )
     add_model_options(parser, is_needed=False)
     add_draft_option(parser)
@@ -54,14 +53,15 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     add("--max-requests", type=int, default=32, metavar="N", help="answered at once (default 32)")
     add("--max-waiting", type=int, default=256, metavar="N", help="waiting beside (default 256)")
     add("--memory-gb", type=float, metavar="X",
-        help="of keys and values, with prompts to share (default a quarter of all)")  # fmt: skip
+        help="the most of keys and values (default a quarter of all)")  # fmt: skip
     add("--store", metavar="DIR", help="keep keys and values of prompts there")
     add("--store-gb", type=float, default=16.0, metavar="X", help="the most of it (default 16)")
     add("--cors", action="append", default=[], metavar="ORIGIN", help="a web page that may ask")
     add("--grace", type=float, default=30.0, metavar="S", help="seconds to finish at SIGTERM")
     add("--no-page", action="store_true", help="nothing at /")
     add("--log-requests", action="store_true", help="a line for each request")
-    add("--print-config", choices=CONFIGS, help="what a program needs to use the server, and end")
+    add("--print-config", choices=CONFIGS, metavar="FOR",
+        help="codex, claude-code, opencode or open-webui; and end")  # fmt: skip
     parser.set_defaults(run=_run)
 
 
