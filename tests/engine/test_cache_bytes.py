@@ -142,6 +142,17 @@ def test_conversations_with_drafts(kind: str, llama: lmdecode.Decoding, tmp_path
     assert engine.stats.accepted_tokens > 0 and engine.stats.pauses > 0
 
 
+def test_an_assistant_keeps_prompts_for_its_slots_alone(llama: lmdecode.Decoding) -> None:
+    drafting: dict[str, Any] = {"assistant_model": llama, "assistant_confidence_threshold": 0.0}
+    engine = engine_of(llama, max_requests=2, **drafting)
+    for row in range(9):
+        run(engine, engine.submit(random_tokens(40, row).tolist(), max_new_tokens=12))
+    assert engine.stats.accepted_tokens > 0
+    drafts: Any = engine._model
+    places = drafts._drafts._source._places
+    assert len(drafts.places._prompts) > 2 and len(places._prompts) <= 2
+
+
 def test_requests_pause_and_go_on(decoding: lmdecode.Decoding) -> None:
     engine = engine_of(decoding, 1.5)
     given: list[dict[str, Any]] = [

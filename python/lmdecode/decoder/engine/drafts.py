@@ -95,9 +95,12 @@ class Drafting(Protocol):
         """Maximum number of tokens that a step of an engine reads of texts, drafts included."""
 
     def new_source(
-        self, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
+        self, *, texts: int, rows: int, capacity: int, dialect: str, max_step_tokens: int
     ) -> DraftSource:
-        """Return a source for texts of at most ``capacity`` tokens; see ``Engine``."""
+        """Return a source for texts of at most ``capacity`` tokens; see ``Engine``.
+
+        There are at most ``texts`` at once, in any of the rows. The others have kept prompts.
+        """
 
 
 class ReadAhead:
@@ -134,10 +137,18 @@ class Drafts:
     """
 
     def __init__(
-        self, drafting: Drafting, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
+        self,
+        drafting: Drafting,
+        *,
+        texts: int,
+        rows: int,
+        capacity: int,
+        dialect: str,
+        max_step_tokens: int,
     ) -> None:
         self._new_source = partial(
             drafting.new_source,
+            texts=texts,
             rows=rows,
             capacity=capacity,
             dialect=dialect,
@@ -239,7 +250,7 @@ class PromptLookup:
         return 1 << 30
 
     def new_source(
-        self, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
+        self, *, texts: int, rows: int, capacity: int, dialect: str, max_step_tokens: int
     ) -> LookupDrafts:
         """See ``Drafting``."""
         return LookupDrafts(self, rows, capacity)

@@ -188,13 +188,13 @@ class Assistant(ChosenDrafts):
     cache_dtype: str
 
     def new_source(
-        self, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
+        self, *, texts: int, rows: int, capacity: int, dialect: str, max_step_tokens: int
     ) -> AssistantDrafts:
-        """See ``Drafting``."""
+        """See ``Drafting``. Kept prompts take no memory of the assistant."""
         longest = self.model.max_positions
         if longest is not None:
             capacity = min(capacity, longest)
-        return AssistantDrafts(self, rows, capacity, dialect, max_step_tokens)
+        return AssistantDrafts(self, texts, capacity, dialect, max_step_tokens)
 
 
 class _AssistantText(DraftedText):
@@ -226,19 +226,19 @@ class AssistantDrafts:
     """A ``DraftSource``: the tokens that an assistant chooses, with the noise of the texts.
 
     The assistant reads the prompts, at most ``max_step_tokens`` before the drafts of a step, with
-    caches of its own: ``rows`` texts of ``capacity`` tokens. A text has drafts once its prompt is
+    caches of its own: ``texts`` of ``capacity`` tokens. A text has drafts once its prompt is
     read; prompts with a common prefix share it, as in an ``Engine``. A text beyond the assistant's
     positions has none, and a text with tokens that the assistant lacks has none from there on.
     """
 
     def __init__(
-        self, settings: Assistant, rows: int, capacity: int, dialect: str, max_step_tokens: int
+        self, settings: Assistant, texts: int, capacity: int, dialect: str, max_step_tokens: int
     ) -> None:
         self._settings, self._capacity = settings, capacity
         self._max_step_tokens = max_step_tokens
         self._caches = CausalCaches(
             settings.model,
-            rows,
+            texts,
             capacity,
             dtype=settings.cache_dtype,
             max_rows=max_step_tokens,
@@ -248,7 +248,7 @@ class AssistantDrafts:
         self._places = Places(self._caches)
         self._reader: PromptReader[ReadSequence] = PromptReader(self._places, PromptStore())
         self._rows: DraftRows[_AssistantText] = DraftRows(
-            settings, rows, settings.vocab_size, dialect
+            settings, texts, settings.vocab_size, dialect
         )
         self._texts: dict[int, _AssistantText] = {}
 
@@ -359,10 +359,10 @@ class Mtp(ChosenDrafts):
     model: PackedCausalModel
 
     def new_source(
-        self, *, rows: int, capacity: int, dialect: str, max_step_tokens: int
+        self, *, texts: int, rows: int, capacity: int, dialect: str, max_step_tokens: int
     ) -> MtpDrafts:
         """See ``Drafting``."""
-        return MtpDrafts(self, rows, capacity, dialect, max_step_tokens)
+        return MtpDrafts(self, texts, rows, capacity, dialect, max_step_tokens)
 
 
 class _Row:
@@ -396,13 +396,19 @@ class MtpDrafts:
     """
 
     def __init__(
-        self, settings: Mtp, rows: int, capacity: int, dialect: str, max_step_tokens: int
+        self,
+        settings: Mtp,
+        texts: int,
+        rows: int,
+        capacity: int,
+        dialect: str,
+        max_step_tokens: int,
     ) -> None:
         self._settings, config = settings, settings.model.config
         self._caches = CausalCaches(settings.model, rows, capacity, max_rows=max_step_tokens)
         self._size = config.model_size
         self._rows = [_Row() for _ in range(rows)]
-        self._sampled: DraftRows[_MtpText] = DraftRows(settings, rows, config.vocab_size, dialect)
+        self._sampled: DraftRows[_MtpText] = DraftRows(settings, texts, config.vocab_size, dialect)
         self._texts: dict[int, _MtpText] = {}
 
     def begin(

@@ -409,6 +409,7 @@ def causal_rows(
     if drafting is not None:
         drafts = Drafts(
             drafting,
+            texts=count,
             rows=count,
             capacity=capacity,
             dialect="transformers",
@@ -512,6 +513,7 @@ def causal_parts(
     if drafting is not None:
         drafts = Drafts(
             drafting,
+            texts=max_requests,
             rows=caches.sequences,
             capacity=capacity,
             dialect=dialect,
