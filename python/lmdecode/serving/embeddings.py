@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -81,20 +82,19 @@ async def embeddings_body(fields: Fields, service: Service) -> dict[str, Any]:
         _check_lengths(service, "input", texts, service.model.tokenizer.longest_token)
     inputs = await prompts_of(fields, service, "input", _MOST_TEXTS)
     _check_lengths(service, "input", inputs, 1)
-    embed = functools.partial(
-        embedded, "embeddings", model, cache_dtype, pooling=pooling, dimensions=dimensions
-    )
-    found = await service.computed_beside(_parts(inputs), embed)
-    vectors = [vector for part in found for vector in part]
+
+    def written(part: Sequence[list[int]]) -> list[Any]:
+        vectors = embedded(
+            "embeddings", model, cache_dtype, part, pooling=pooling, dimensions=dimensions
+        )
+        if not is_base64:
+            return vectors.tolist()
+        return [base64.b64encode(bytes_of(vector)).decode() for vector in vectors.contiguous()]
+
+    found = await service.computed_beside(_parts(inputs), written)
     data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": base64.b64encode(bytes_of(vector.contiguous())).decode()
-            if is_base64
-            else vector.tolist(),
-        }
-        for index, vector in enumerate(vectors)
+        {"object": "embedding", "index": index, "embedding": vector}
+        for index, vector in enumerate(itertools.chain(*found))
     ]
     return {"object": "list", "data": data, "model": service.name, "usage": _usage(inputs)}
 
