@@ -176,11 +176,11 @@ def _sizes(given: argparse.Namespace, model: TextModel) -> dict[str, Any]:
     from lmdecode.models.packed_causal import PackedCausalModel
 
     decoder = model.decoding.decoder
-    capacity = capacity_of(given, model, most=None)
     if not isinstance(decoder, PackedCausalModel):
         if given.memory_gb is not None:
             raise CommandError("--memory-gb is given; expected a decoder-only model with it")
-        return {"capacity": capacity if given.context else min(capacity, _CAPACITY)}
+        return {"capacity": capacity_of(given, model, _CAPACITY)}
+    capacity = capacity_of(given, model, None)
     if given.memory_gb is None:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _OF_MEMORY
     else:
