@@ -19,6 +19,7 @@ CAUSAL, MASKED, CHUNKED, REPEATED = (
 )  # fmt: skip
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 128
+SPREAD = 20.0  # of queries and scores: one weight in seven would be subnormal
 CHUNK = 256  # queries of a chunk: the fastest of 64 to 1024
 LARGEST_MASK = 8192  # tokens; the mask of more takes a gigabyte and its peers minutes
 
@@ -59,9 +60,16 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def _contestants(
-    with_peers: bool, *, tokens: int, window: int, dtype: str, threads: int | None
+    with_peers: bool,
+    *,
+    tokens: int,
+    window: int,
+    dtype: str,
+    threads: int | None,
+    factor: float = 1.0,
 ) -> list[Contestant]:
     q, k, v = _inputs(tokens, dtype)
+    q = q * factor
     ours = partial(lmdecode.sliding_window_attention, q, k, v, window=window)
     contestants = [Contestant(OURS, ours)]
     if not with_peers:
@@ -90,7 +98,11 @@ def _contestants(
 
 
 def _cases_of(
-    name: str, sizes: list[tuple[int, int]], dtypes: list[str], threads: int | None = None
+    name: str,
+    sizes: list[tuple[int, int]],
+    dtypes: list[str],
+    threads: int | None = None,
+    factor: float = 1.0,
 ) -> list[Case]:
     return [
         Case(
@@ -100,7 +112,10 @@ def _cases_of(
                 "S": tokens, "window": window, "heads": f"{HEADS}/{KV_HEADS}", "D": HEAD_SIZE,
                 "dtype": dtype,
             },
-            partial(_contestants, tokens=tokens, window=window, dtype=dtype, threads=threads),
+            partial(
+                _contestants, tokens=tokens, window=window, dtype=dtype, threads=threads,
+                factor=factor,
+            ),
             threads=threads,
         )
         for tokens, window in sizes
@@ -116,6 +131,7 @@ def cases(quick: bool) -> list[Case]:
     return [
         *_cases_of("prefill", sizes, ["f32", "bf16"]),
         *_cases_of("prefill", [(4096, 1024)], ["f16"]),
+        *_cases_of("prefill, subnormal weights", [(4096, 1024)], ["f32", "bf16"], factor=SPREAD),
         *_cases_of("prefill, two threads", [(8192, 1024), (8192, 4096)], ["f32", "bf16"], 2),
     ]
 

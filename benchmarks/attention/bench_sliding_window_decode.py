@@ -17,6 +17,7 @@ GROUP = "sliding_window_decode"
 GQA, REPEATED, FOLDED = "SDPA enable_gqa", "repeat_kv + SDPA", "SDPA, group as rows"
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 HEAD_SIZE = 128
+SPREAD = 20.0  # of queries and scores: one weight in seven would be subnormal
 
 
 @lru_cache(maxsize=1)
@@ -33,9 +34,17 @@ def _inputs(
 
 
 def _contestants(
-    with_peers: bool, *, batch: int, length: int, heads: int, kv_heads: int, dtype: str
+    with_peers: bool,
+    *,
+    batch: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    dtype: str,
+    factor: float = 1.0,
 ) -> list[Contestant]:
     q, k, v = _inputs(batch, length, heads, kv_heads, dtype)
+    q = q * factor
     contestants = [Contestant(OURS, partial(lmdecode.sliding_window_decode, q, k, v))]
     if not with_peers:
         return contestants
@@ -65,7 +74,11 @@ def _contestants(
 
 
 def _cases_of(
-    name: str, sizes: list[tuple[int, int, int, int]], dtypes: list[str], threads: int | None = None
+    name: str,
+    sizes: list[tuple[int, int, int, int]],
+    dtypes: list[str],
+    threads: int | None = None,
+    factor: float = 1.0,
 ) -> list[Case]:
     return [
         Case(
@@ -79,6 +92,7 @@ def _cases_of(
                 heads=heads,
                 kv_heads=kv_heads,
                 dtype=dtype,
+                factor=factor,
             ),
             threads=threads,
         )
@@ -94,6 +108,9 @@ def cases(quick: bool) -> list[Case]:
     return [
         *_cases_of("one token", [(8, 4096, 32, 8)], ["f32", "bf16", "f16"]),
         *_cases_of("one token, in the caches", [(1, 1024, 32, 8)], ["f32", "bf16"]),
+        *_cases_of(
+            "one token, subnormal weights", [(8, 4096, 32, 8)], ["f32", "bf16"], factor=SPREAD
+        ),
         *_cases_of("one token, no groups", [(8, 4096, 8, 8)], ["f32", "bf16"]),
         *_cases_of("one token, two threads", [(8, 4096, 32, 8)], ["f32", "bf16"], 2),
     ]
