@@ -28,7 +28,7 @@ inline TileConfig decode_matrix_config(int64_t rows) {
   return config;
 }
 
-// scores[row][0 .. 16) of kBlockKeys for a strip's rows: keys [16, size], key_stride apart; queries
+// scores[row][0 .. 16) for a strip's rows: keys [16, size], key_stride apart; queries
 // [size / 2, 16] pairs. size: a multiple of 32.
 inline void score_key_tile(const BFloat16* keys, int64_t key_stride, const BFloat16* queries,
                            int64_t size, int64_t rows, float* scores) {
@@ -44,13 +44,14 @@ inline void score_key_tile(const BFloat16* keys, int64_t key_stride, const BFloa
   for (int i = 0; i < kLanes; ++i) square[i] = load(by_key + i * kMatrixTileColumns);
   transpose(square);
   for (int64_t row = 0; row < rows; ++row) {
-    store(scores + row * MatrixRows::kBlockKeys, square[row]);
+    store(scores + row * kScoreStride, square[row]);
   }
 }
 
 // The values of a block to pairs [16, size]; values outside the range are not read and become 0.
-template <class Tokens>
-inline void pair_values(const Tokens& values, KeyRange range, int64_t size, uint32_t* pairs) {
+template <Ahead kAhead, class Tokens, class Lines>
+inline void pair_values(const Tokens& values, KeyRange range, int64_t size, uint32_t* pairs,
+                        Lines* lines) {
   // Quarters of the interleaved halves, in the order of the elements.
   const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
   const __m512i second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
@@ -59,9 +60,9 @@ inline void pair_values(const Tokens& values, KeyRange range, int64_t size, uint
     for (int64_t i = 0; i < 2; ++i) {
       const bool in_range = key + i >= range.begin && key + i < range.end;
       row[i] = in_range ? values.row(key + i) : nullptr;
-      if (in_range) prefetch_row<Ahead::kToSecondCache>(values.row_ahead(key + i), size);
     }
     for (int64_t at = 0; at < size; at += MatrixRows::kVectorSize) {
+      lines->template keep_pace<kAhead, 2 * kMatrixTileBytes>(at);
       const auto read = [&](const BFloat16* from) {
         return from == nullptr ? _mm512_setzero_si512() : _mm512_loadu_si512(from + at);
       };
@@ -76,7 +77,7 @@ inline void pair_values(const Tokens& values, KeyRange range, int64_t size, uint
 // out[row] += weights[row][32 keys] * pairs for the rows of a strip.
 inline void add_value_tiles(const BFloat16* weights, const uint32_t* pairs, int64_t size,
                             float* out, int64_t out_stride) {
-  load_tile<4>(weights, kMatrixTileBytes);
+  load_tile<4>(weights, kScoreStride * sizeof(BFloat16));
   for (int64_t at = 0; at < size; at += kMatrixTileColumns) {
     load_tile<3>(out + at, 4 * out_stride);
     load_tile<5>(pairs + at, 4 * size);

@@ -32,10 +32,9 @@ struct DecodePartials {
   double* row_sum;  // [slots, rows]
   int64_t rows;
   int64_t out_stride;
-  // How the first tile reads, with the same bits. True: key by key, asking for what comes to the
-  // first cache; else several keys together, and to the second. From memory, measured: a Zen 4 is
-  // 1.2 to 1.7 times slower in order, a Zen 5 was 2 times faster (bfloat16, 32/8 heads of 128).
-  bool in_order = false;
+  // Where the first tile asks for what comes, with the same bits. True: to the first cache; else to
+  // the second.
+  bool to_first_cache = false;
 };
 
 // The slots of one KV head of one sequence.
@@ -46,21 +45,19 @@ struct DecodeHead {
   int64_t slots;
 };
 
-// Scratch of a thread: queries, scores and weights of a block, the softmax, and a block of keys or
+// Scratch of a thread: queries, scores and weights of a part, the softmax, and a block of keys or
 // values whose layout the kernel cannot read.
 struct DecodeWorkspace {
-  float* queries;      // [rows, padded head_size], or bfloat16, of at least 16 rows
-  float* scores;       // [rows, 32]
-  uint32_t* weights;   // [rows, 16], where weights are bfloat16
-  float* terms;        // [32]
-  float* row_sum;      // [rows, 16]
-  int64_t* row_begin;  // [rows]
-  int64_t* row_end;    // [rows]
-  float* keys;         // [32, padded head_size]
-  float* values;       // [32, padded value_size]
-  // Offsets of keys and values.
-  const void** key_rows;    // [64]: rows of a block, then of the next
-  const void** value_rows;  // [32]
+  float* queries;           // [rows, padded head_size], or bfloat16, of at least 16 rows
+  float* scores;            // [rows, kSplitKeys]
+  uint32_t* weights;        // [rows, kSplitKeys / 2], where weights are bfloat16
+  float* terms;             // [kSplitKeys]
+  float* row_sum;           // [rows, 16]
+  int64_t* row_begin;       // [rows]
+  int64_t* row_end;         // [rows]
+  float* keys;              // [32, padded head_size]
+  float* values;            // [32, padded value_size]
+  const void** token_rows;  // [64]: rows of a block, then of one that is read later
 };
 
 // Several tiles of the matrix units have 16 rows each.
@@ -81,16 +78,15 @@ inline size_t split_decode_workspace(void* memory, int64_t rows, int64_t head_si
   };
   rows = padded_decode_rows(rows);
   take(&w->queries, (rows < 8 ? 8 : rows) * padded_decode_size(head_size));
-  take(&w->scores, rows * 32);
-  take(&w->weights, rows * 16);
-  take(&w->terms, 32);
+  take(&w->scores, rows * tuning::kSplitKeys);
+  take(&w->weights, rows * tuning::kSplitKeys / 2);
+  take(&w->terms, tuning::kSplitKeys);
   take(&w->row_sum, rows * 16);
   take(&w->row_begin, rows);
   take(&w->row_end, rows);
   take(&w->keys, 32 * padded_decode_size(head_size));
   take(&w->values, 32 * padded_decode_size(value_size));
-  take(&w->key_rows, 64);
-  take(&w->value_rows, 32);
+  take(&w->token_rows, 64);
   return used;
 }
 

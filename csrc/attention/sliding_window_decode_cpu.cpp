@@ -85,7 +85,7 @@ void sliding_window_decode_cpu(const SlidingWindowAttentionParams& params) {
   DecodePartials partials;
   partials.rows = padded_decode_rows(params.q_len * params.group());
   partials.out_stride = padded_decode_size(params.value_size);
-  partials.in_order = is_zen5();
+  partials.to_first_cache = is_zen5();
   const size_t rows = static_cast<size_t>(split.slots * partials.rows);
   const auto out =
       std::make_unique_for_overwrite<float[]>(rows * static_cast<size_t>(partials.out_stride));

@@ -1,7 +1,8 @@
 // sliding_window_decode on the CPU, compiled once for each CPU capability. See simd/vec.h.
 //
-// A part is some keys of a sequence for one KV head. It goes through them in blocks: scores
-// of all rows (queries times the query heads of the KV head), softmax, product with the values.
+// A part is some keys of a sequence for one KV head: scores of all rows (queries times the query
+// heads of the KV head), one softmax, products with the values. So its keys are read in one run,
+// and then its values, each block by block.
 #pragma once
 
 #include <type_traits>
@@ -38,7 +39,8 @@ class DecodeAttention {
     split_decode_workspace(memory, rows_, params.head_size, params.value_size, &w_);
     query_stride_ = padded_decode_size(params.head_size);
     // Padding rows of the last tile have weight 0.
-    for (int64_t i = rows_ * 16; i < partials.rows * 16; ++i) w_.weights[i] = 0;
+    constexpr int64_t kRowWeights = kScoreStride / 2;
+    for (int64_t i = rows_ * kRowWeights; i < partials.rows * kRowWeights; ++i) w_.weights[i] = 0;
   }
 
   // next_part: the next part to run, or null.
@@ -53,11 +55,17 @@ class DecodeAttention {
         static_cast<float>(has_rule_ || scale == 0.0 ? kLog2E : magnitude * kLog2E));
     const KeyRange seen = start_rows();
     softmax.reset(rows_);
-    for (int64_t first = seen.begin / kBlockKeys * kBlockKeys; first < seen.end;
-         first += kBlockKeys) {
-      const KeyRange range = part_of_range(seen, first, first + kBlockKeys);
-      find_block(first, range, first <= seen.begin, next_part);
-      run_block(first, range, &softmax);
+    first_ = part.keys.begin / kScoreStride * kScoreStride;
+    next_part_ =
+        next_part != nullptr && next_part->keys.begin < next_part->keys.end ? next_part : nullptr;
+    seen_ = part_of_range(seen, first_, first_ + kScoreStride);
+    if (seen_.begin < seen_.end) {
+      listed_ = {};
+      for_blocks(false, [&](KeyRange block) { multiply_keys_of(block); });
+      const KeyRange groups = groups_of(seen_);
+      if (p_.key_padding != nullptr) row_terms(p_, part_.sequence, 0, 0, first_, seen_, w_.terms);
+      for (int64_t row = 0; row < rows_; ++row) add_row(row, groups, &softmax);
+      for_blocks(true, [&](KeyRange block) { multiply_values_of(block); });
     }
     double* row_sum = partials_.row_sum + part.slot * partials_.rows;
     for (int64_t row = 0; row < rows_; ++row) row_sum[row] = softmax.sum_of_row(row);
@@ -73,6 +81,24 @@ class DecodeAttention {
   using Cell = std::conditional_t<kLayout == CacheLayout::kInt8, Int8Cell, T>;
   using Tokens =
       std::conditional_t<kLayout == CacheLayout::kListed, ListedTokens<Row>, StridedTokens<Row>>;
+  // Copies are read from where they have just been written.
+  static constexpr bool kIsInPlace =
+      kLayout == CacheLayout::kStrided || kLayout == CacheLayout::kListed;
+  static constexpr Ahead kAheadOfTiles = kIsInPlace ? Ahead::kToSecondCache : Ahead::kNothing;
+
+  // Keys or values of a part, from `first` on: a block.
+  struct Block {
+    const DecodePart* part;
+    bool is_values;
+    int64_t first;
+
+    bool operator==(const Block&) const = default;
+  };
+
+  static KeyRange groups_of(KeyRange range) {
+    return {range.begin / kKeyGroup * kKeyGroup,
+            (range.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup};
+  }
 
   static int64_t padded_to(int64_t size, int64_t multiple) {
     return (size + multiple - 1) / multiple * multiple;
@@ -124,41 +150,78 @@ class DecodeAttention {
            (key - first) * s.token;
   }
 
-  // Sets up the block from `first` on; the keys of `range` are read. Reading keys prefetches the
-  // values of the block, and reading values the next keys: faster, as measured, than prefetching
-  // further ahead in the same stream.
-  void find_block(int64_t first, KeyRange range, bool is_first, const DecodePart* next_part) {
-    const int64_t key = first + range.begin;
-    const DecodePart* next = &part_;
-    int64_t next_key = first + kBlockKeys;
-    if (next_key >= part_.keys.end) {
-      next =
-          next_part != nullptr && next_part->keys.begin < next_part->keys.end ? next_part : &part_;
-      next_key = next == &part_ ? key : next->keys.begin;
+  // Calls body(keys), counted from first_, for the blocks of the keys that are seen; sets up their
+  // tokens, and the lines to ask for meanwhile.
+  template <class Body>
+  void for_blocks(bool is_values, const Body& body) {
+    for (int64_t at = seen_.begin / kBlockKeys * kBlockKeys; at < seen_.end; at += kBlockKeys) {
+      const KeyRange keys = {max_of(at, seen_.begin), min_of(at + kBlockKeys, seen_.end)};
+      block_ = at;
+      find_block({&part_, is_values, first_ + at}, {keys.begin - at, keys.end - at});
+      body(keys);
     }
-    const int64_t next_first = next_key / kBlockKeys * kBlockKeys;
-    if constexpr (kLayout == CacheLayout::kStrided) {
-      const int64_t k_stride = p_.k_strides.token, v_stride = p_.v_strides.token;
-      const T* values = first_row(p_.v, p_.v_strides, part_, first, key);
-      keys_ = {first_row(p_.k, p_.k_strides, part_, first, key), k_stride, values, v_stride};
-      values_ = {values, v_stride, first_row(p_.k, p_.k_strides, *next, next_first, next_key),
-                 k_stride};
-    } else if constexpr (kLayout == CacheLayout::kListed) {
-      const Cell **keys = as_rows(w_.key_rows), **values = as_rows(w_.value_rows);
-      if (is_first) {
-        list_block(p_.k, p_.k_strides, part_, first, range, keys);
-      } else {  // the next ones of the block before
-        for (int64_t i = 0; i < kBlockKeys; ++i) keys[i] = keys[kBlockKeys + i];
+  }
+
+  // The block that is read kBytesAhead after another one: of the keys, then of the values, then of
+  // the next part's keys.
+  Block later(Block block) const {
+    const int64_t size = block.is_values ? p_.value_size : p_.head_size;
+    const int64_t bytes = kBlockKeys * size * static_cast<int64_t>(sizeof(Cell));
+    const int64_t blocks = kLayout == CacheLayout::kListed ? 1 : max_of(1, kBytesAhead / bytes);
+    block.first += blocks * kBlockKeys;
+    const int64_t over = block.first - (first_ + seen_.end);
+    if (over < 0) return block;
+    const int64_t further = over / kBlockKeys * kBlockKeys;
+    if (!block.is_values) {
+      const int64_t begin = (first_ + seen_.begin) / kBlockKeys * kBlockKeys;
+      const int64_t last = (first_ + seen_.end - 1) / kBlockKeys * kBlockKeys;
+      return {&part_, true, min_of(begin + further, last)};
+    }
+    const DecodePart& next = next_part_ == nullptr ? part_ : *next_part_;
+    const int64_t begin = next.keys.begin / kBlockKeys * kBlockKeys;
+    const int64_t last = (next.keys.end - 1) / kBlockKeys * kBlockKeys;
+    return {&next, false, min_of(begin + further, last)};
+  }
+
+  // The keys of `range`, counted from the block's first, are read.
+  void find_block(Block block, KeyRange range) {
+    const void* data = block.is_values ? p_.v : p_.k;
+    const AttentionStrides& s = block.is_values ? p_.v_strides : p_.k_strides;
+    const int64_t size = block.is_values ? p_.value_size : p_.head_size;
+    if constexpr (kIsInPlace) {
+      const Block next = later(block);
+      const KeyRange in_next =
+          part_of_range(next.part == &part_ ? KeyRange{first_ + seen_.begin, first_ + seen_.end}
+                                            : next.part->keys,
+                        next.first, next.first + kBlockKeys);
+      if constexpr (kLayout == CacheLayout::kStrided) {
+        tokens_ = strided_block(block, range);
+        lines_.start(strided_block(next, in_next), in_next, size);
+      } else {
+        const Cell **rows = as_rows(w_.token_rows), **rows_ahead = rows + kBlockKeys;
+        if (listed_ == block) {
+          for (int64_t i = 0; i < kBlockKeys; ++i) rows[i] = rows_ahead[i];
+        } else {
+          list_block(data, s, part_, block.first, range, rows);
+        }
+        list_block(next.is_values ? p_.v : p_.k, next.is_values ? p_.v_strides : p_.k_strides,
+                   *next.part, next.first, in_next, rows_ahead);
+        listed_ = next;
+        tokens_ = {rows};
+        lines_.start({rows_ahead}, in_next, size);
       }
-      list_block(p_.v, p_.v_strides, part_, first, range, values);
-      list_block(p_.k, p_.k_strides, *next, next_first,
-                 part_of_range(next->keys, next_first, next_first + kBlockKeys), keys + kBlockKeys);
-      keys_ = {keys, values};
-      values_ = {values, keys + kBlockKeys};
     } else {
-      keys_ = copy_block(p_.k, p_.k_strides, p_.head_size, first, range, head_size_, w_.keys);
-      values_ = copy_block(p_.v, p_.v_strides, p_.value_size, first, range, value_size_, w_.values);
+      tokens_ =
+          copy_block(data, s, size, block.first, range, block.is_values ? value_size_ : head_size_,
+                     block.is_values ? w_.values : w_.keys);
     }
+  }
+
+  StridedTokens<Row> strided_block(Block block, KeyRange range) const {
+    const AttentionStrides& s = block.is_values ? p_.v_strides : p_.k_strides;
+    return {first_row(block.is_values ? p_.v : p_.k, s, *block.part, block.first,
+                      block.first + range.begin),
+            s.token};
   }
 
   // rows[key] for the keys of a range; keys before and after it, which are only prefetched, get the
@@ -174,7 +237,7 @@ class DecodeAttention {
   // The keys of a range side by side, with zeros to whole vectors.
   StridedTokens<T> copy_block(const void* data, const AttentionStrides& s, int64_t size,
                               int64_t first, KeyRange range, int64_t padded, float* memory) const {
-    const Cell** rows = as_rows(w_.key_rows);
+    const Cell** rows = as_rows(w_.token_rows);
     list_block(data, s, part_, first, range, rows);
     T* copy = reinterpret_cast<T*>(memory);
     for (int64_t key = range.begin; key < range.end; ++key) {
@@ -191,12 +254,12 @@ class DecodeAttention {
       }
       for (int64_t i = size; i < padded; ++i) to[i] = T{};
     }
-    return {copy, padded, copy, padded};
+    return {copy, padded};
   }
 
-  void run_block(int64_t first, KeyRange range, OnlineSoftmax* softmax) {
-    const KeyRange groups = {range.begin / kKeyGroup * kKeyGroup,
-                             (range.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup};
+  // Keys of the block, counted from first_.
+  void multiply_keys_of(KeyRange keys) {
+    const KeyRange range = {keys.begin - block_, keys.end - block_}, groups = groups_of(range);
     if constexpr (kMultipliesTiles) {
       multiply_key_tiles(range, groups);
     } else {
@@ -204,19 +267,20 @@ class DecodeAttention {
         multiply_keys<kRows, kAhead>(row, range, groups);
       });
     }
-    if (p_.key_padding != nullptr) {
-      row_terms(p_, part_.sequence, 0, 0, first, range, w_.terms);
-    }
-    for (int64_t row = 0; row < rows_; ++row) add_row(row, first, groups, softmax);
+  }
+
+  void multiply_values_of(KeyRange keys) {
+    const KeyRange range = {keys.begin - block_, keys.end - block_};
     if constexpr (kMultipliesTiles) {
       multiply_value_tiles(range);
     } else {
       for_tiles([&]<int kRows, Ahead kAhead>(int64_t row) {
+        auto lines = lines_;  // in registers
         for (int64_t key = range.begin; key < range.end;) {
           const int64_t end = min_of(range.end, (key / kChunkKeys + 1) * kChunkKeys);
-          add_all_values<Rows, kRows, kAhead>(weights_of(row), values_, {key, end}, value_size_,
-                                              out_ + row * partials_.out_stride,
-                                              partials_.out_stride);
+          add_all_values<Rows, kRows, kAhead>(weights_of(row) + block_, tokens_, {key, end},
+                                              value_size_, out_ + row * partials_.out_stride,
+                                              partials_.out_stride, &lines);
           key = end;
         }
       });
@@ -227,10 +291,10 @@ class DecodeAttention {
   // the first tile reads from memory.
   template <class Body>
   void for_tiles(const Body& body) const {
-    if constexpr (kIsPlain) {
+    if constexpr (kIsPlain || !kIsInPlace) {
       tile<Ahead::kNothing>(0, body);
 #if defined(LMD_SIMD_AVX512)
-    } else if (partials_.in_order) {
+    } else if (partials_.to_first_cache) {
       tile<Ahead::kToFirstCache>(0, body);
 #endif
     } else {
@@ -262,12 +326,15 @@ class DecodeAttention {
   void multiply_keys(int64_t row, KeyRange range, KeyRange groups) {
     constexpr int64_t kKeys = kLanes / kRows;
     const Query* queries = reinterpret_cast<Query*>(w_.queries) + row * query_stride_;
-    float* scores = w_.scores + row * kBlockKeys;
+    float* scores = w_.scores + row * kScoreStride + block_;
+    auto lines = lines_;  // in registers
     for (int64_t key = groups.begin; key < groups.end; key += kKeys) {
       if (!kIsPlain && key >= range.begin && key + kKeys <= range.end) {
-        score_tile<Rows, kRows, kIsPlain, kAhead>(queries, keys_, range, key, head_size_, scores);
+        score_tile<Rows, kRows, kIsPlain, kAhead>(queries, tokens_, range, key, head_size_, scores,
+                                                  &lines);
       } else {
-        score_tile<Rows, kRows, true, kAhead>(queries, keys_, range, key, head_size_, scores);
+        score_tile<Rows, kRows, true, kAhead>(queries, tokens_, range, key, head_size_, scores,
+                                              &lines);
       }
     }
   }
@@ -280,10 +347,11 @@ class DecodeAttention {
       const StridedTokens<T> keys = key_tile(key, in_group);
       for (int64_t row = 0; row < rows_; row += kTileRows) {
         score_key_tile(keys.data, keys.stride, queries + row * query_stride_, head_size_,
-                       min_of(rows_ - row, kTileRows), w_.scores + row * kBlockKeys + key);
+                       min_of(rows_ - row, kTileRows),
+                       w_.scores + row * kScoreStride + block_ + key);
       }
-      for (int64_t i = in_group.begin; i < in_group.end; ++i) {
-        prefetch_row<Ahead::kToSecondCache>(keys_.row_ahead(i), head_size_);
+      for (int64_t i = 0; i < kKeyGroup * head_size_; i += kVectorSize) {
+        lines_.template keep_pace<kAheadOfTiles, kLineBytes>(i);
       }
     }
 #endif
@@ -293,7 +361,7 @@ class DecodeAttention {
   StridedTokens<T> key_tile(int64_t key, KeyRange in_group) const {
     if constexpr (kLayout != CacheLayout::kListed) {
       if (in_group.end - in_group.begin == kKeyGroup) {
-        return {keys_.row(key), keys_.stride, nullptr, 0};
+        return {tokens_.row(key), tokens_.stride};
       }
     }
     // After the rows that copy_block() has written.
@@ -302,22 +370,22 @@ class DecodeAttention {
       const size_t bytes = static_cast<size_t>(head_size_) * sizeof(T);
       T* to = copy + i * head_size_;
       if (key + i >= in_group.begin && key + i < in_group.end) {
-        __builtin_memcpy(to, keys_.row(key + i), bytes);
+        __builtin_memcpy(to, tokens_.row(key + i), bytes);
       } else {
         __builtin_memset(static_cast<void*>(to), 0, bytes);
       }
     }
-    return {copy, head_size_, nullptr, 0};
+    return {copy, head_size_};
   }
 
   void multiply_value_tiles(KeyRange range) {
 #if defined(LMD_SIMD_AVX512_AMX)
     uint32_t* pairs =
         reinterpret_cast<uint32_t*>(reinterpret_cast<T*>(w_.values) + kBlockKeys * value_size_);
-    pair_values(values_, range, value_size_, pairs);
+    pair_values<kAheadOfTiles>(tokens_, range, value_size_, pairs, &lines_);
     for (int64_t row = 0; row < rows_; row += kTileRows) {
-      add_value_tiles(weights_of(row), pairs, value_size_, out_ + row * partials_.out_stride,
-                      partials_.out_stride);
+      add_value_tiles(weights_of(row) + block_, pairs, value_size_,
+                      out_ + row * partials_.out_stride, partials_.out_stride);
     }
 #endif
   }
@@ -326,14 +394,14 @@ class DecodeAttention {
   Weight* weights_of(int64_t row) const {
     void* base =
         Rows::kKeysOfAWeight == 1 ? static_cast<void*>(w_.scores) : static_cast<void*>(w_.weights);
-    return static_cast<Weight*>(base) + row * kBlockKeys;
+    return static_cast<Weight*>(base) + row * kScoreStride;
   }
 
-  void add_row(int64_t row, int64_t first, KeyRange groups, OnlineSoftmax* softmax) {
-    float* scores = w_.scores + row * kBlockKeys;
-    if (has_rule_) apply_rule(row, first, groups, scores);
+  void add_row(int64_t row, KeyRange groups, OnlineSoftmax* softmax) {
+    float* scores = w_.scores + row * kScoreStride;
+    if (has_rule_) apply_rule(row, groups, scores);
     const KeyRange seen =
-        part_of_range({w_.row_begin[row], w_.row_end[row]}, first, first + kBlockKeys);
+        part_of_range({w_.row_begin[row], w_.row_end[row]}, first_, first_ + kScoreStride);
     if (seen.begin > groups.begin || seen.end < groups.end) {
       hide_outside(scores, groups.begin, groups.end, seen);
     }
@@ -341,18 +409,19 @@ class DecodeAttention {
     softmax->add(row, scores, groups.begin, groups.end, out_ + row * partials_.out_stride,
                  value_size_,
                  [&](int64_t key, F32 weight) { Rows::store_weights(weights + key, weight); });
-    if constexpr (kMultipliesTiles) {  // keys of the block that no row sees
-      for (int64_t key = 0; key < groups.begin; ++key) weights[key] = Weight{};
-      for (int64_t key = groups.end; key < kBlockKeys; ++key) weights[key] = Weight{};
+    if constexpr (kMultipliesTiles) {  // keys of the blocks that no row sees
+      const int64_t begin = groups.begin / kBlockKeys * kBlockKeys;
+      for (int64_t key = begin; key < groups.begin; ++key) weights[key] = Weight{};
+      for (int64_t key = groups.end; key % kBlockKeys != 0; ++key) weights[key] = Weight{};
     }
   }
 
-  [[gnu::noinline]] void apply_rule(int64_t row, int64_t first, KeyRange groups, float* scores) {
+  [[gnu::noinline]] void apply_rule(int64_t row, KeyRange groups, float* scores) {
     ScoreRule rule = {p_.scale, p_.softcap, 0.0f, 0.0f,
                       p_.key_padding == nullptr ? nullptr : w_.terms};
     if (p_.alibi_slopes != nullptr) {
       rule.slope = p_.alibi_slopes[part_.sequence * p_.alibi_sequence_stride + head_of(row)];
-      rule.distance = static_cast<float>(p_.position(part_.sequence, row / p_.group()) - first);
+      rule.distance = static_cast<float>(p_.position(part_.sequence, row / p_.group()) - first_);
     }
     rule.apply(scores, groups.begin, groups.end);
   }
@@ -364,7 +433,13 @@ class DecodeAttention {
   DecodeWorkspace w_;
   int64_t query_stride_;
   DecodePart part_ = {};
-  Tokens keys_ = {}, values_ = {};  // of a block
+  const DecodePart* next_part_ = nullptr;
+  int64_t first_ = 0;  // where the part's keys are counted from
+  KeyRange seen_ = {};
+  int64_t block_ = 0;   // the first key of the block that is read
+  Tokens tokens_ = {};  // of it
+  Block listed_ = {};   // whose rows are listed already
+  LinesAhead<Tokens, Row> lines_ = {};
   float* out_ = nullptr;
 };
 

@@ -58,12 +58,14 @@ void run_all_dtypes(Tiles run) {
 }
 
 TEST(default_level) { run_all_dtypes(&default_::attention::sliding_window_attention_tiles); }
-#if defined(LMD_HAS_AVX512)
+#if defined(LMD_HAS_AVX2)
 TEST(avx2) {
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
     run_all_dtypes(&avx2::attention::sliding_window_attention_tiles);
   }
 }
+#endif
+#if defined(LMD_HAS_AVX512)
 TEST(avx512) {
   if (max_cpu_capability() >= CpuCapability::kAvx512) {
     run_all_dtypes(&avx512::attention::sliding_window_attention_tiles);

@@ -23,7 +23,7 @@ using Heads = decltype(&default_::attention::sliding_window_decode_heads);
 
 // Keys in parts of `split`, a multiple of 64.
 void decode(Parts run_parts, Heads run_heads, const SlidingWindowAttentionParams& p, int64_t split,
-            bool in_order = false) {
+            bool to_first_cache = false) {
   std::vector<DecodePart> parts;
   std::vector<DecodeHead> heads;
   int64_t slots = 0;
@@ -40,7 +40,7 @@ void decode(Parts run_parts, Heads run_heads, const SlidingWindowAttentionParams
     }
   }
   DecodePartials partials;
-  partials.in_order = in_order;
+  partials.to_first_cache = to_first_cache;
   partials.rows = padded_decode_rows(p.q_len * p.group());
   partials.out_stride = padded_decode_size(p.value_size);
   const size_t rows = static_cast<size_t>(slots * partials.rows);
@@ -67,7 +67,7 @@ void run_cases(Parts parts, Heads heads, DType dtype) {
     c->check(tolerance_of(dtype));
     const size_t bytes = c->out->values().size() * (dtype == DType::kFloat32 ? 4 : 2);
     const std::string before(static_cast<const char*>(c->p.out), bytes);
-    decode(parts, heads, c->p, split, /*in_order=*/true);
+    decode(parts, heads, c->p, split, /*to_first_cache=*/true);
     CHECK(std::memcmp(before.data(), c->p.out, bytes) == 0);
   }
 }
@@ -163,13 +163,15 @@ TEST(default_level) {
   run_all_dtypes(&default_::attention::sliding_window_decode_parts,
                  &default_::attention::sliding_window_decode_heads);
 }
-#if defined(LMD_HAS_AVX512)
+#if defined(LMD_HAS_AVX2)
 TEST(avx2) {
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
     run_all_dtypes(&avx2::attention::sliding_window_decode_parts,
                    &avx2::attention::sliding_window_decode_heads);
   }
 }
+#endif
+#if defined(LMD_HAS_AVX512)
 TEST(avx512) {
   if (max_cpu_capability() >= CpuCapability::kAvx512) {
     run_all_dtypes(&avx512::attention::sliding_window_decode_parts,

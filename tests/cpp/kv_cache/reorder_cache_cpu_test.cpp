@@ -150,13 +150,14 @@ TEST(kernel_default) {
   run_cases(&default_::kv_cache::reorder_cache_parts, 100, true);
 }
 
-#if defined(LMD_HAS_AVX512)
+#if defined(LMD_HAS_AVX2)
 TEST(kernel_avx2) {
   if (max_cpu_capability() < CpuCapability::kAvx2) return;
   run_cases(&avx2::kv_cache::reorder_cache_parts, 3000, false);
   run_cases(&avx2::kv_cache::reorder_cache_parts, 100, true);
 }
-
+#endif
+#if defined(LMD_HAS_AVX512)
 TEST(kernel_avx512) {
   if (max_cpu_capability() < CpuCapability::kAvx512) return;
   run_cases(&avx512::kv_cache::reorder_cache_parts, 3000, false);
