@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from benchmarks import report
 from benchmarks.discovery import discover
 from benchmarks.harness import FULL, QUICK, chosen, run_cases
+from benchmarks.stale import print_stale
 
 
 def _arguments() -> argparse.Namespace:
@@ -45,7 +46,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compare", metavar="REF", help="build this git commit too and pair it with this tree"
     )
-    return parser.parse_args()
+    parser.add_argument(
+        "--stale", action="store_true", help="tell which results are older than what they measure"
+    )
+    arguments = parser.parse_args()
+    if arguments.stale and sys.argv[1:] != ["--stale"]:
+        parser.error("--stale stands alone")
+    return arguments
 
 
 def main() -> int:
@@ -60,6 +67,9 @@ def main() -> int:
         return record_digests(sys.argv[2:])
     arguments = _arguments()
     found = discover()
+    if arguments.stale:
+        sources = {case.group: b.sources for b in found for case in b.cases(False)}
+        return print_stale(report.ROOT, sources, report.cpu_model())
     by_benchmark = {b.name: chosen(b.cases(arguments.quick), arguments.names) for b in found}
     cases = [case for group in by_benchmark.values() for case in group]
     if arguments.list:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import benchmarks
 from benchmarks.goals import GoalOutcome
 from benchmarks.harness import Case, Result
+from benchmarks.stale import WHOLE_MODEL
 
 
 @dataclass
 class Benchmark:
-    """What a ``bench_*.py`` module offers; it need not have ``goals`` and what follows."""
+    """What a ``bench_*.py`` module offers; it need not have ``goals`` and what follows.
+
+    ``sources`` are as ``stale.kernel_files`` takes them; without them all of a model's.
+    """
 
     name: str
+    sources: Sequence[str]
     cases: Callable[[bool], list[Case]]
     goals: Callable[[list[Result]], list[GoalOutcome]]
     notes: Callable[[], list[str]]
@@ -32,6 +37,7 @@ def discover() -> list[Benchmark]:
             found.append(
                 Benchmark(
                     module.name.removeprefix("benchmarks."),
+                    getattr(code, "SOURCES", WHOLE_MODEL),
                     code.cases,
                     getattr(code, "goals", lambda results: []),
                     getattr(code, "notes", list),

@@ -18,12 +18,13 @@ from benchmarks.goals import GoalOutcome
 from benchmarks.harness import LIMIT, OURS, Result
 
 START, END = "<!-- results: written by python -m benchmarks -->", "<!-- end of results -->"
-_ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 # Where `python -m benchmarks --output` writes by default.
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu.md"
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the processor's name, family and model."""
     fields = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -40,7 +41,7 @@ def _cpu_model() -> str:
 def _commit() -> str:
     def git(*arguments: str) -> str:
         run = subprocess.run(
-            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=False
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
         )
         return run.stdout.strip() if run.returncode == 0 else ""
 
@@ -63,7 +64,7 @@ def machine(threads: int) -> dict[str, str]:
     """Describe where and with what the run was made."""
     load = f"{os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else ""
     return {
-        "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, kernels: {lmdecode.cpu_capability()}",
+        "CPU": f"{cpu_model()}, {os.cpu_count()} cores, kernels: {lmdecode.cpu_capability()}",
         "date": datetime.date.today().isoformat(),
         "threads": str(threads),
         "commit": _commit(),

@@ -4,6 +4,7 @@ import importlib
 import json
 import platform
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -421,3 +422,82 @@ def test_peak_memory_without_files(tmp_path: Path) -> None:
         file.truncate(size)
     assert peak_memory(build_reading, path) > 0.9 * size
     assert peak_without_files(build_reading, path) < 0.1 * size
+
+
+def _repository(root: Path, *versions: str) -> list[str]:
+    """Commit these texts of a kernel's header one after the other, as a tree with results."""
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        return subprocess.check_output(["git", "-C", root, *who, *arguments], text=True).strip()
+
+    git("init", "-q")
+    (root / "csrc" / "area").mkdir(parents=True)
+    (root / "csrc" / "area" / "op_cpu.cpp").write_text('#include "area/op.h"\n')
+    (root / "csrc" / "area" / "op_cuda.cpp").write_text('#include "area/other.h"\n')
+    commits = []
+    for number, text in enumerate(versions):
+        (root / "csrc" / "area" / "op.h").write_text(text)
+        (root / "csrc" / "area" / "other.h").write_text(f"int a{number};\n")
+        git("add", "-A")
+        git("commit", "-q", "-m", f"version {number}")
+        commits.append(git("rev-parse", "--short=12", "HEAD"))
+    return commits
+
+
+@pytest.mark.usefixtures("from_root")
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_results_older_than_their_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.stale import print_stale
+
+    here = "AMD EPYC (family 25, model 1)"
+    assert print_stale(tmp_path, {}, here) == 2
+    assert "has no history of" in capsys.readouterr().err
+    changed = 'int a = 1;  // one\nauto b = "//1";\n'
+    first, second, third, _ = _repository(
+        tmp_path, "int a;\n", 'int a = 1;\nauto b = "//2";\n', changed.replace("2", "1"),
+        "// More.\n\n" + changed.replace("one", "two"),
+    )  # fmt: skip
+    pages = tmp_path / "benchmarks" / "results"
+    pages.mkdir(parents=True)
+    (pages / "other.md").write_text("On 2026-01-02.\n")
+
+    def told(commit: str, group: str = "op", cpu: str = here) -> tuple[int, list[str]]:
+        (pages / "cpu.md").write_text(
+            f"### {group}\n\nCPU {cpu}, 2 cores, kernels: avx2; date 2026-01-03; threads 1; commit "
+            f"{commit}; torch 2.\n\nGoals:\n\n|g|\n|-|\n|1|\n\nCases:\n\n|c|\n|-|\n|1|\n"
+        )
+        status = print_stale(tmp_path, {"op": ("area/op",)}, here)
+        lines = capsys.readouterr().out.splitlines()
+        assert "other.md: no commit; 2026-01-02" in lines
+        assert lines[-1] == f"{status} of 1 sections with a commit are stale"
+        return status, [line for line in lines if line.startswith("cpu.md")]
+
+    assert told(third) == (0, [])  # comments alone, and headers of CUDA
+    for commit, count in ((first, 2), (second, 1)):  # in a string two slashes are no comment
+        status, (line,) = told(commit)
+        assert status == 1
+        assert line.startswith(f"cpu.md, op: 1 rows, commit {commit} of 20")
+        assert f"{here}: commits since: {count}, the last {third[:7]}" in line
+        assert line.endswith('"version 2"')
+    status, (line,) = told(first, cpu="AMD EPYC (family 26, model 2)")
+    assert status == 1
+    assert "model 2), not this machine: commits since: 2" in line
+    status, (line,) = told("0123456789ab")
+    assert status == 0
+    assert line.endswith("of 2026-01-03, " + here + ": unknown, git does not have the commit")
+    status, (line,) = told(first, group="gone")
+    assert status == 0
+    assert line.endswith("no benchmark measures this group")
+
+
+@pytest.mark.usefixtures("from_root")
+def test_each_benchmark_names_kernels_that_are_there() -> None:
+    from benchmarks.discovery import discover
+    from benchmarks.stale import kernel_files
+
+    for benchmark in discover():
+        for begin in benchmark.sources:
+            assert kernel_files(_ROOT, [begin]), (benchmark.name, begin)

@@ -14,6 +14,7 @@ from benchmarks.harness import OURS, Case, Contestant, Result
 from lmdecode.demo.peak_memory import peak_memory
 
 GROUP = "generate, sliding window"
+SOURCES = ("attention/sliding_window", "kv_cache/ring_cache_append")
 SDPA, EAGER = "sdpa", "eager"
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 LARGEST_EAGER = 4096  # tokens; the scores of more take gigabytes a layer

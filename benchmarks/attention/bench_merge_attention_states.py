@@ -12,6 +12,7 @@ from benchmarks.harness import LIMIT, OURS, Case, Contestant
 from benchmarks.limits import streaming_read
 
 GROUP = "merge_attention_states"
+SOURCES = ("attention/merge_attention_states",)
 
 
 def merge_in_torch(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:

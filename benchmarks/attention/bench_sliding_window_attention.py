@@ -14,6 +14,7 @@ from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 
 GROUP = "sliding_window_attention"
+SOURCES = ("attention/sliding_window_attention",)
 CAUSAL, MASKED, CHUNKED, REPEATED = (
     "SDPA is_causal", "SDPA, boolean mask", "chunked SDPA", "repeat_kv + SDPA",
 )  # fmt: skip

@@ -14,6 +14,7 @@ from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 from benchmarks.limits import streaming_read
 
 GROUP = "sliding_window_decode"
+SOURCES = ("attention/sliding_window_decode",)
 GQA, REPEATED, FOLDED = "SDPA enable_gqa", "repeat_kv + SDPA", "SDPA, group as rows"
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 HEAD_SIZE = 128

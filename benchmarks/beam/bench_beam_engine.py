@@ -14,6 +14,7 @@ from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import OURS, Case, Contestant, Result
 
 GROUP = "BeamSearch"
+SOURCES = ("beam/",)
 NUM_BEAMS = 4
 PROMPT, NEW_TOKENS = 64, 256
 END_TOKEN = 2

@@ -18,6 +18,7 @@ from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import OURS, Case, Contestant, Result
 
 GROUP = "beam_step"
+SOURCES = ("beam/beam_step", "beam/log_softmax_top_k")
 NUM_BEAMS = 4
 CANDIDATES = 2 * NUM_BEAMS
 CAPACITY, PROMPT = 128, 32

@@ -15,6 +15,7 @@ from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 from benchmarks.limits import streaming_read
 
 GROUP = "beam search"
+SOURCES = ("beam/", "kv_cache/reorder_cache")
 TRANSFORMERS = "transformers"
 NUM_BEAMS, STEPS, PROMPT_LENGTH = 4, 16, 16
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}

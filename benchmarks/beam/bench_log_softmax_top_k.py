@@ -16,6 +16,7 @@ from benchmarks.limits import streaming_read
 from benchmarks.sampling.peers import has_transformers
 
 GROUP = "log_softmax_top_k"
+SOURCES = ("beam/log_softmax_top_k",)
 NUM_BEAMS = 4
 CANDIDATES = 2 * NUM_BEAMS
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}

@@ -15,6 +15,7 @@ from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import OURS, Case, Contestant, Result
 
 GROUP = "Trie"
+SOURCES = ("beam/token_trie", "beam/beam_step", "beam/log_softmax_top_k")
 END_TOKEN = 2
 CODES = 64  # of each place of an item, tokens that no other place has
 PLACES = 4

@@ -18,6 +18,10 @@ from benchmarks.limits import slowest, streaming_read
 from lmdecode.models.checks import stack_shapes
 
 GROUP = "decoder"
+SOURCES = (
+    "decoder/decod", "decoder/encoder", "decoder/step_attention", "linear/packed", "linear/norms",
+    "attention/sliding_window_attention", "beam/",
+)  # fmt: skip
 CALL, STEP = "translate 32 tokens", "a step of translation"
 CTRANSLATE2, TRANSFORMERS = "CTranslate2", "transformers"
 NUM_BEAMS, SOURCE = 4, 20

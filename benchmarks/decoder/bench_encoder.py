@@ -20,6 +20,7 @@ from lmdecode.models.configs import EncoderConfig
 from lmdecode.models.packed_stack import PackedEncoder
 
 GROUP = "encoder"
+SOURCES = ("decoder/encoder", "attention/sliding_window_attention", "linear/")
 SENTENCES, SPEECH = "sentences of 20 to 40 tokens", "frames of speech"
 DTYPES = ("float32", "bfloat16", "int8")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import lmdecode
-from benchmarks.decoder.bench_decoding import PEER_TYPES
+from benchmarks.decoder.bench_decoding import PEER_TYPES, SOURCES  # noqa: F401
 from benchmarks.decoder.ctranslate2_peer import translator, whisper
 from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import OURS, Case, Contestant, Result

@@ -34,6 +34,7 @@ from lmdecode.linear.formats import FORMATS
 from lmdecode.models.huge_memory import new_memory
 
 GROUP = "whole_model"
+SOURCES = ("decoder/causal", "decoder/decoder_layer", "linear/packed", "linear/norms", "attention/")
 PREFILL, STEP, ATTENTION = "prefill", "a step", "attention of a step"
 ONE_ROW = "one row"
 SHARED, OWN = "4 beams of a prompt", "prompts of their own"

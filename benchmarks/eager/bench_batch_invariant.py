@@ -15,6 +15,7 @@ import lmdecode
 from benchmarks.harness import OURS, Case, Contestant, Effort
 
 GROUP = "eager"
+SOURCES = ("linear/packed_linear", "attention/sliding_window_attention")
 TORCH = "plain torch"
 # Qwen2.5-0.5B's, with random weights.
 _SHAPE: dict[str, Any] = {

@@ -13,6 +13,7 @@ from benchmarks.harness import OURS, Case, Contestant, Result
 from benchmarks.kv_cache.bench_reorder_cache import parent_map
 
 GROUP = "beam cache"
+SOURCES = ("kv_cache/reorder_cache",)
 TRANSFORMERS = "transformers"
 LAYERS = 4
 

@@ -12,6 +12,7 @@ from benchmarks.harness import OURS, Case, Contestant, Result
 from benchmarks.kv_cache.bench_reorder_cache import BEAMS, parent_map
 
 GROUP = "BlockTable"
+SOURCES = ("kv_cache/block_table", "kv_cache/copy_blocks")
 DENSE, FRESH = "reorder_cache_", "index_select"
 ROWS, HEADS, DIM, LAYERS = 32, 8, 128, 4
 

@@ -14,6 +14,7 @@ from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 from benchmarks.limits import library_copy, streaming_copy
 
 GROUP = "reorder_cache_"
+SOURCES = ("kv_cache/reorder_cache",)
 FRESH, OUT, MASKED = "index_select", "index_select out=", "t[m] = t[p[m]]"
 LIBRARY_COPY = "copy_ of the moved bytes"
 BEAMS = 4  # of a request

@@ -13,6 +13,7 @@ from benchmarks.goals import Goal, GoalOutcome, evaluate
 from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 
 GROUP = "ring cache"
+SOURCES = ("kv_cache/ring_cache_append", "attention/sliding_window_decode")
 DYNAMIC, STATIC = "dynamic layer", "static layer"
 SMALLEST = 128
 OURS_SMALLEST = f"lmdecode, window {SMALLEST}"

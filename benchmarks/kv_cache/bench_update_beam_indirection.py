@@ -12,6 +12,7 @@ from benchmarks.harness import OURS, Case, Contestant, Result
 from benchmarks.kv_cache.bench_reorder_cache import parent_map
 
 GROUP = "update_beam_indirection_"
+SOURCES = ("kv_cache/update_beam_indirection",)
 TORCH, REORDER = "index_select", "reorder_cache_ of the cache"
 ROWS, HEADS, DIM = 32, 8, 128
 

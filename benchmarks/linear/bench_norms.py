@@ -12,6 +12,7 @@ from benchmarks.harness import LIMIT, OURS, Case, Contestant
 from benchmarks.limits import streaming_read
 
 GROUP = "norms"
+SOURCES = ("linear/norms",)
 
 
 def _contestants(with_peers: bool, *, norm: str, rows: int, size: int) -> list[Contestant]:

@@ -16,6 +16,7 @@ from benchmarks.harness import LIMIT, OURS, Case, Contestant, Result
 from benchmarks.limits import slowest, streaming_read
 
 GROUP = "packed_linear"
+SOURCES = ("linear/packed_linear",)
 LINEAR, ONEDNN, FBGEMM = "F.linear", "oneDNN, packed", "FBGEMM, packed"
 ONE_THREAD = "one thread"
 FORMATS = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}

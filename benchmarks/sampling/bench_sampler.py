@@ -17,6 +17,7 @@ from benchmarks.sampling import llama_cpp_peer, peers, sampler_peers
 from benchmarks.sampling.sampler_peers import Edits
 
 GROUP = "Sampler"
+SOURCES = ("sampling/",)
 TOP_K, TOP_P, MIN_P = 50, 0.9, 0.05
 SEEN, BIASED, DRAFTS = 2000, 100, 8
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}

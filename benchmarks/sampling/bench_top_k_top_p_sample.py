@@ -17,6 +17,7 @@ from benchmarks.sampling import llama_cpp_peer, peers
 from benchmarks.sampling.peers import Filter
 
 GROUP = "top_k_top_p_sample"
+SOURCES = ("sampling/top_k_top_p_sample",)
 K_AND_P = Filter(top_k=50, top_p=0.9)
 P_ALONE = Filter(top_p=0.9)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}

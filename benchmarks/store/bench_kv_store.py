@@ -21,6 +21,7 @@ from lmdecode.store import Fingerprint, KVStore
 from lmdecode.store.kv_store import KV
 
 GROUP = "KVStore"
+SOURCES = ("store/",)
 CHUNK = 64  # tokens: slots of 1 MiB
 _PUTS = 64  # that a store has room for
 _FINGERPRINT = Fingerprint(

@@ -18,6 +18,7 @@ from benchmarks.harness import OURS, Case, Contestant, Result
 from lmdecode.store import Fingerprint, KVStore
 
 GROUP = "resume"
+SOURCES = ("store/",)
 COMPUTED = "computed"
 _OPTIONS: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
 
