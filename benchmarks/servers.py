@@ -24,6 +24,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import machine_line
 from lmdecode._checks import check_int
@@ -56,36 +57,43 @@ class Answer:
     total: float
 
 
-async def ask(server: Server, prompt: str, seed: int) -> Answer:
-    """Stream one completion."""
-    body = json.dumps(
-        {
-            "model": server.model, "prompt": prompt, "max_tokens": NEW_TOKENS, "seed": seed,
-            "temperature": 0.8, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()  # fmt: skip
+async def streamed(server: Server, path: str, body: dict[str, Any]) -> tuple[Answer, str, Any]:
+    """Stream an answer; return it, its text, and what the server tells of its tokens."""
+    told = {"model": server.model, "stream": True, "stream_options": {"include_usage": True}}
+    written = json.dumps({**body, **told}).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(written)}\r\nConnection: close\r\n\r\n"
     )
     begin = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 20)
-    writer.write(head.encode() + body)
-    first, tokens, seen = 0.0, 0, b""
+    writer.write(head.encode() + written)
+    first, texts, usage, seen = 0.0, [], {"completion_tokens": 0}, b""
     async for line in reader:
         seen = line.strip() or seen
         if not line.startswith(b"data: {"):
             continue
         piece = json.loads(line[6:])
-        if piece.get("choices") and piece["choices"][0].get("text") and not first:
-            first = time.perf_counter() - begin
-        if piece.get("usage"):
-            tokens = piece["usage"]["completion_tokens"]
+        for choice in piece.get("choices") or ():
+            text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+            if text and not first:
+                first = time.perf_counter() - begin
+            texts.append(text or "")
+        usage = piece.get("usage") or usage
     writer.close()
-    if tokens != NEW_TOKENS:
-        raise RuntimeError(f"{server.name} wrote {tokens} tokens; expected {NEW_TOKENS}: {seen!r}")
-    return Answer(tokens, first, time.perf_counter() - begin)
+    tokens = usage["completion_tokens"]
+    if tokens != body["max_tokens"]:
+        raise RuntimeError(
+            f"{server.name} wrote {tokens} tokens; expected {body['max_tokens']}: {seen!r}"
+        )
+    return Answer(tokens, first, time.perf_counter() - begin), "".join(texts), usage
+
+
+async def ask(server: Server, prompt: str, seed: int) -> Answer:
+    """Stream one completion."""
+    body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "seed": seed, "temperature": 0.8,
+            "ignore_eos": True}  # fmt: skip
+    return (await streamed(server, "/v1/completions", body))[0]
 
 
 def prompt_of(rng: random.Random, length: int) -> str:
