@@ -33,7 +33,7 @@ MAKERS: dict[str, set[str]] = {
 }
 
 # Lines of sources by folder. A change that needs more says so here, in the same commit.
-MOST_LINES = {"csrc": 45_780, "python": 71_680, "tests": 89_200, "benchmarks": 13_500}
+MOST_LINES = {"csrc": 45_780, "python": 71_780, "tests": 89_400, "benchmarks": 13_500}
 
 
 @functools.cache
