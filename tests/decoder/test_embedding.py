@@ -74,6 +74,44 @@ def test_a_vector_has_the_same_bits_in_any_company(
         torch.set_num_threads(threads)
 
 
+# Windows, whose first blocks are dropped, and states.
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "lfm2"])
+def test_logits_of_texts_that_begin_alike(architecture: str, dtype: str, monkeypatch: Any) -> None:
+    """What they share is read once, and each has the bits that it has alone."""
+    model = random_model(
+        architecture, "convolutions at the ends" if architecture == "lfm2" else "plain"
+    )
+    decoding = lmdecode.Decoding.from_pretrained(model, dtype=dtype, cache_dtype="bfloat16")
+    read, forward = list[int](), embedding.CausalCaches.forward
+
+    def counted(self: Any, tokens: Tensor, *args: Any, **options: Any) -> Tensor:
+        read.append(len(tokens))
+        return forward(self, tokens, *args, **options)
+
+    def logits(texts: list[list[int]]) -> Tensor:
+        read.clear()
+        return embedding.last_logits(decoding.decoder, "bfloat16", texts, [3, 50])
+
+    monkeypatch.setattr(embedding.CausalCaches, "forward", counted)
+    lengths = [length for length in LENGTHS if length < 100]
+    for shared, saves in ((101, True), (32, True), (31, False), (0, False)):
+        # No two go on with the same token.
+        begin = random_tokens(shared, 9).tolist()
+        texts = [[*begin, i, *random_tokens(length, i)] for i, length in enumerate(lengths)]
+        texts = [[int(token) for token in text] for text in texts]
+        alone = torch.cat([logits([text]) for text in texts])
+        for rows in (512, 48):  # a long one is read in parts, and so is what they share
+            with monkeypatch.context() as patched:
+                patched.setattr(embedding, "_MOST_ROWS", rows)
+                assert torch.equal(logits(texts), alone)
+                once = shared * (len(texts) - 1) * saves
+            if rows == 512:
+                assert sum(read) == sum(map(len, texts)) - once
+        if saves:  # one has no more than what they share
+            assert torch.equal(logits([begin, *texts])[1:], alone)
+
+
 def test_texts_are_read_by_the_models_own_tokenizer(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
