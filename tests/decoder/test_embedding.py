@@ -1,6 +1,8 @@
 """Vectors of texts: those of transformers, with the same bits in any batch, on any threads."""
 
 import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,58 @@ def test_none_and_a_model_of_a_gguf_file(tmp_path: Path) -> None:
         decoding.embed(["no tokenizer"])
 
 
+OLD = {"word_embedding_dimension": 32, "include_prompt": True, "pooling_mode_mean_tokens": False}
+POOLINGS: list[tuple[Any, str]] = [
+    *zip(gguf.PoolingType, ("none", "mean", "cls", "last", "rank"), strict=True),
+    (17, "17"), ({"pooling_mode": "lasttoken"}, "last"), ({"pooling_mode": ["mean"]}, "mean"),
+    ({"pooling_mode": "cls"}, "cls"), ({"pooling_mode": ["max", "mean"]}, "max+mean"),
+    ({**OLD, "pooling_mode_lasttoken": True}, "last"), ({**OLD}, "mean"),
+    ({**OLD, "pooling_mode_mean_tokens": True}, "mean"),
+    ({**OLD, "pooling_mode_cls_token": True}, "cls"),
+    ({**OLD, "pooling_mode_weightedmean_tokens": True}, "weightedmean"),
+    ({**OLD, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "max+mean"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "word"), POOLINGS)
+def test_pooling_is_what_the_files_of_a_model_say(tmp_path: Path, said: Any, word: str) -> None:
+    path, texts = tmp_path / "m.gguf", TEXTS[:3]
+    if isinstance(said, dict):
+        path = tmp_path / "m"
+        random_model("qwen3", "plain").save_pretrained(path)
+        (path / "1_Pooling").mkdir()
+        (path / "1_Pooling/config.json").write_text(json.dumps(said))
+    else:
+        model = random_model("qwen3", "plain")
+        write_model(path, model, lambda w: w.add_uint32("qwen3.pooling_type", said))
+    lmdecode.Decoding.from_pretrained(path).save(tmp_path / "saved")
+    decodings = [lmdecode.Decoding.from_pretrained(path)]
+    decodings += [lmdecode.Decoding.load(tmp_path / "saved") for _ in range(2)]
+    assert decodings[2].model is not None
+    for decoding in decodings:
+        if word in ("last", "mean"):
+            want = decoding.embed(texts, pooling=word)
+            assert torch.equal(decoding.embed(texts), want)
+        else:
+            message = rf"^Decoding.embed: pooling is None, .* say '{re.escape(word)}'; expected"
+            with pytest.raises(ValueError, match=message):
+                decoding.embed(texts)
+    others = [decoding.embed(texts, pooling="last") for decoding in decodings]
+    assert torch.equal(others[0], others[1]) and torch.equal(others[0], others[2])
+    assert not torch.equal(others[0], decodings[0].embed(texts, pooling="mean"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"pooling_mode": [3]}'])
+def test_a_damaged_file_of_pooling_is_named(tmp_path: Path, text: str) -> None:
+    random_model("qwen3", "plain").save_pretrained(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text(text)
+    decoding = lmdecode.Decoding.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"1_Pooling/config\.json does not say how vectors"):
+        decoding.embed(TEXTS)
+    assert decoding.embed(TEXTS, pooling="last").shape == (len(TEXTS), 32)
+
+
 def test_a_folder_whose_tensors_have_no_prefix(tmp_path: Path) -> None:
     """As Qwen3-Embedding's: the base model's names, and no head."""
     model = random_model("qwen3", "plain")
@@ -160,7 +214,7 @@ def test_a_folder_whose_tensors_have_no_prefix(tmp_path: Path) -> None:
         (["a"], {}, ValueError, r"tokenizer is None; expected .* \(the model came without"),
         (["a"], {"tokenizer": 3}, TypeError, "tokenizer is of type int; expected one with encode"),
         ([[1]], {"pooling": "cls"}, ValueError, "pooling is 'cls'; expected"),
-        ([[1]], {"pooling": None}, ValueError, "pooling is None; expected"),
+        ([[1]], {"pooling": 3}, ValueError, "pooling is 3; expected"),
         ([[1]], {"normalize": 1}, TypeError, "normalize is of type int; expected a bool"),
         ([[1]], {"dimensions": 0}, ValueError, "dimensions is 0; expected 1 to 32"),
         ([[1]], {"dimensions": 33}, ValueError, "dimensions is 33; expected 1 to 32"),

@@ -14,7 +14,7 @@ from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.linear.packed_linear import rms_norm
 from lmdecode.models.packed_causal import PackedCausalModel
 
-__all__ = ["embedded", "last_logits"]
+__all__ = ["check_pooling_of_files", "embedded", "last_logits"]
 
 _MOST_ROWS = 512  # tokens that are read at once
 _MOST_TEXTS = 64  # of these
@@ -120,6 +120,15 @@ def _read(
             hidden = torch.empty((len(tokens), size), dtype=torch.float32, device="cpu")
         logits = forward(caches, tokens, entries, hidden)
         yield step, logits if hidden is None else hidden
+
+
+def check_pooling_of_files(op: str, word: str) -> str:
+    """Return how a model's files say that vectors are made; raises ValueError for other ways."""
+    if word not in _POOLINGS:
+        raise ValueError(
+            f"{op}: pooling is None, and the model's files say {word!r}; expected 'last' or 'mean'"
+        )
+    return word
 
 
 @torch.no_grad()
