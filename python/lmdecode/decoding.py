@@ -17,7 +17,7 @@ from lmdecode._checks import check_bool, is_list, type_error
 from lmdecode.beam.engine.request import BeamRequest, BeamResult
 from lmdecode.decoder.decoding import PackedDecoding
 from lmdecode.decoder.device_loop import DeviceDecoder
-from lmdecode.decoder.embedding import embedded
+from lmdecode.decoder.embedding import check_pooling_of_files, embedded
 from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.models.packed_stack import PackedDecoder
 from lmdecode.models.saved import PackedEncoderDecoder, damaged_configs
@@ -47,6 +47,7 @@ class _SavedConfigs:
         self.config: dict[str, Any] = configs["config.json"]
         self.generation_config: dict[str, Any] | None = configs.get("generation_config.json")
         self.model_class: str | None = manifest.get("model_class")
+        self.pooling: str = manifest.get("pooling", "last")
 
     def skeleton(self) -> Any:
         """Return the model without weights."""
@@ -254,7 +255,7 @@ class Decoding(PackedDecoding):
         if isinstance(self.decoder, PackedCausalModel):
             from lmdecode.causal_fingerprint import weights_hash
 
-            facts["weights_hash"] = weights_hash(self.decoder)
+            facts |= {"weights_hash": weights_hash(self.decoder), "pooling": self._pooling}
         return facts
 
     def _files(self) -> dict[str, bytes]:
@@ -334,12 +335,22 @@ class Decoding(PackedDecoding):
             f"as the model has none of its own ({reason})"
         )
 
+    @functools.cached_property
+    def _pooling(self) -> str:
+        """The word of the model's files for how vectors are made; "last" where they have none."""
+        from lmdecode.readers.loading import pooling_of
+
+        if self._saved is not None:
+            return self._saved.pooling
+        source = getattr(self.model, "name_or_path", "")
+        return pooling_of(source) if source else "last"
+
     def embed(
         self,
         texts: Any,
         *,
         tokenizer: Any = None,
-        pooling: str = "last",
+        pooling: str | None = None,
         normalize: bool = True,
         dimensions: int | None = None,
     ) -> Tensor:
@@ -355,9 +366,10 @@ class Decoding(PackedDecoding):
         tokenizer : optional
             Has ``encode(text)``, as transformers' tokenizers have, for texts that are ``str``. By
             default that of the model's file or folder.
-        pooling : {"last", "mean"}
+        pooling : {"last", "mean"}, optional
             "last": the features of the last token, behind the final norm. "mean": their mean over
-            all tokens.
+            all tokens. By default what the model's files say: ``pooling_type`` of a GGUF file,
+            ``1_Pooling/config.json`` of a folder; else "last".
         normalize : bool
             Whether vectors have length 1.
         dimensions : int, optional
@@ -372,7 +384,8 @@ class Decoding(PackedDecoding):
         ------
         ValueError, TypeError
             A wrong argument; a text without tokens, with others than the model's, or too long,
-            which is named by its index; or the model is not decoder-only.
+            which is named by its index; or the model is not decoder-only, or its files ask for
+            another pooling.
         RuntimeError
             The features have NaN or infinities.
         """
@@ -394,7 +407,7 @@ class Decoding(PackedDecoding):
             decoder,
             self.cache_dtype,
             texts,
-            pooling=pooling,
+            pooling=check_pooling_of_files(op, self._pooling) if pooling is None else pooling,
             normalize=normalize,
             dimensions=dimensions,
         )

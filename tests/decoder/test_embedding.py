@@ -1,6 +1,8 @@
 """Vectors of texts: those of transformers, with the same bits in any batch, on any threads."""
 
 import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,44 @@ def test_a_vector_has_the_same_bits_in_any_company(
         torch.set_num_threads(threads)
 
 
+# Windows, whose first blocks are dropped, and states.
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "lfm2"])
+def test_logits_of_texts_that_begin_alike(architecture: str, dtype: str, monkeypatch: Any) -> None:
+    """What they share is read once, and each has the bits that it has alone."""
+    model = random_model(
+        architecture, "convolutions at the ends" if architecture == "lfm2" else "plain"
+    )
+    decoding = lmdecode.Decoding.from_pretrained(model, dtype=dtype, cache_dtype="bfloat16")
+    read, forward = list[int](), embedding.CausalCaches.forward
+
+    def counted(self: Any, tokens: Tensor, *args: Any, **options: Any) -> Tensor:
+        read.append(len(tokens))
+        return forward(self, tokens, *args, **options)
+
+    def logits(texts: list[list[int]]) -> Tensor:
+        read.clear()
+        return embedding.last_logits(decoding.decoder, "bfloat16", texts, [3, 50])
+
+    monkeypatch.setattr(embedding.CausalCaches, "forward", counted)
+    lengths = [length for length in LENGTHS if length < 100]
+    for shared, saves in ((101, True), (32, True), (31, False), (0, False)):
+        # No two go on with the same token.
+        begin = random_tokens(shared, 9).tolist()
+        texts = [[*begin, i, *random_tokens(length, i)] for i, length in enumerate(lengths)]
+        texts = [[int(token) for token in text] for text in texts]
+        alone = torch.cat([logits([text]) for text in texts])
+        for rows in (512, 48):  # a long one is read in parts, and so is what they share
+            with monkeypatch.context() as patched:
+                patched.setattr(embedding, "_MOST_ROWS", rows)
+                assert torch.equal(logits(texts), alone)
+                once = shared * (len(texts) - 1) * saves
+            if rows == 512:
+                assert sum(read) == sum(map(len, texts)) - once
+        if saves:  # one has no more than what they share
+            assert torch.equal(logits([begin, *texts])[1:], alone)
+
+
 def test_texts_are_read_by_the_models_own_tokenizer(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -101,6 +141,58 @@ def test_none_and_a_model_of_a_gguf_file(tmp_path: Path) -> None:
         decoding.embed(["no tokenizer"])
 
 
+OLD = {"word_embedding_dimension": 32, "include_prompt": True, "pooling_mode_mean_tokens": False}
+POOLINGS: list[tuple[Any, str]] = [
+    *zip(gguf.PoolingType, ("none", "mean", "cls", "last", "rank"), strict=True),
+    (17, "17"), ({"pooling_mode": "lasttoken"}, "last"), ({"pooling_mode": ["mean"]}, "mean"),
+    ({"pooling_mode": "cls"}, "cls"), ({"pooling_mode": ["max", "mean"]}, "max+mean"),
+    ({**OLD, "pooling_mode_lasttoken": True}, "last"), ({**OLD}, "mean"),
+    ({**OLD, "pooling_mode_mean_tokens": True}, "mean"),
+    ({**OLD, "pooling_mode_cls_token": True}, "cls"),
+    ({**OLD, "pooling_mode_weightedmean_tokens": True}, "weightedmean"),
+    ({**OLD, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "max+mean"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "word"), POOLINGS)
+def test_pooling_is_what_the_files_of_a_model_say(tmp_path: Path, said: Any, word: str) -> None:
+    path, texts = tmp_path / "m.gguf", TEXTS[:3]
+    if isinstance(said, dict):
+        path = tmp_path / "m"
+        random_model("qwen3", "plain").save_pretrained(path)
+        (path / "1_Pooling").mkdir()
+        (path / "1_Pooling/config.json").write_text(json.dumps(said))
+    else:
+        model = random_model("qwen3", "plain")
+        write_model(path, model, lambda w: w.add_uint32("qwen3.pooling_type", said))
+    lmdecode.Decoding.from_pretrained(path).save(tmp_path / "saved")
+    decodings = [lmdecode.Decoding.from_pretrained(path)]
+    decodings += [lmdecode.Decoding.load(tmp_path / "saved") for _ in range(2)]
+    assert decodings[2].model is not None
+    for decoding in decodings:
+        if word in ("last", "mean"):
+            want = decoding.embed(texts, pooling=word)
+            assert torch.equal(decoding.embed(texts), want)
+        else:
+            message = rf"^Decoding.embed: pooling is None, .* say '{re.escape(word)}'; expected"
+            with pytest.raises(ValueError, match=message):
+                decoding.embed(texts)
+    others = [decoding.embed(texts, pooling="last") for decoding in decodings]
+    assert torch.equal(others[0], others[1]) and torch.equal(others[0], others[2])
+    assert not torch.equal(others[0], decodings[0].embed(texts, pooling="mean"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"pooling_mode": [3]}'])
+def test_a_damaged_file_of_pooling_is_named(tmp_path: Path, text: str) -> None:
+    random_model("qwen3", "plain").save_pretrained(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text(text)
+    decoding = lmdecode.Decoding.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"1_Pooling/config\.json does not say how vectors"):
+        decoding.embed(TEXTS)
+    assert decoding.embed(TEXTS, pooling="last").shape == (len(TEXTS), 32)
+
+
 def test_a_folder_whose_tensors_have_no_prefix(tmp_path: Path) -> None:
     """As Qwen3-Embedding's: the base model's names, and no head."""
     model = random_model("qwen3", "plain")
@@ -122,7 +214,7 @@ def test_a_folder_whose_tensors_have_no_prefix(tmp_path: Path) -> None:
         (["a"], {}, ValueError, r"tokenizer is None; expected .* \(the model came without"),
         (["a"], {"tokenizer": 3}, TypeError, "tokenizer is of type int; expected one with encode"),
         ([[1]], {"pooling": "cls"}, ValueError, "pooling is 'cls'; expected"),
-        ([[1]], {"pooling": None}, ValueError, "pooling is None; expected"),
+        ([[1]], {"pooling": 3}, ValueError, "pooling is 3; expected"),
         ([[1]], {"normalize": 1}, TypeError, "normalize is of type int; expected a bool"),
         ([[1]], {"dimensions": 0}, ValueError, "dimensions is 0; expected 1 to 32"),
         ([[1]], {"dimensions": 33}, ValueError, "dimensions is 33; expected 1 to 32"),

@@ -3,6 +3,7 @@
 import base64
 import functools
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ openai = pytest.importorskip("openai")
 tokenizers = pytest.importorskip("tokenizers")
 
 from lmdecode.serving.text_model import TextModel  # noqa: E402
-from tests.serving.servers import NAME, load_model, post, served  # noqa: E402
+from tests.serving.servers import KJV, NAME, load_model, post, served  # noqa: E402
 from tests.support.causal_models import model_of, random_config  # noqa: E402
 
 TEXTS = ["In the beginning God created the heaven and the earth.", "And God said", "the LORD"]
@@ -59,6 +60,24 @@ def test_the_official_client(model: TextModel, create: Any) -> None:
     short = create(input=TEXTS[1], dimensions=8, extra_body={"pooling": "mean"}).data[0].embedding
     mean = model.decoding.embed(tokens[1:2], dimensions=8, pooling="mean")[0]
     assert torch.equal(torch.tensor(short), mean)
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls"])
+def test_pooling_is_what_the_models_files_say(tmp_path: Path, mode: str) -> None:
+    shutil.copytree(KJV, tmp_path / "m")
+    (tmp_path / "m/1_Pooling").mkdir()
+    (tmp_path / "m/1_Pooling/config.json").write_text(json.dumps({"pooling_mode": mode}))
+    model = TextModel.load(tmp_path / "m", dtype="float32", name=NAME)
+    with served(model) as port:
+        status, found = post(port, "/v1/embeddings", {"input": TEXTS[0]})
+        if mode == "cls":
+            assert status == 400 and found["error"]["param"] == "pooling"
+            message = "pooling is None, and the model's files say 'cls'; expected 'last' or 'mean'"
+            assert found["error"]["message"] == message
+            _, found = post(port, "/v1/embeddings", {"input": TEXTS[0], "pooling": "mean"})
+        tokens = [model.tokenizer.encode(TEXTS[0])]
+        want = model.decoding.embed(tokens, pooling="mean")[0]
+        assert torch.equal(torch.tensor(found["data"][0]["embedding"]), want)
 
 
 def test_many_inputs_and_answers_beside_them(model: TextModel, create: Any, port: int) -> None:

@@ -1,14 +1,18 @@
 """Anthropic's own client drives ``/v1/messages``; three protocols write the same text."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
 
+from lmdecode.serving import http  # noqa: E402
 from lmdecode.serving.app import Application  # noqa: E402
 from lmdecode.serving.reasoning import ReasoningFormat  # noqa: E402
+from lmdecode.serving.work import Work  # noqa: E402
 from tests.serving.servers import (  # noqa: E402
     AGENT_TEMPLATE,
     NAME,
@@ -89,6 +93,51 @@ def test_a_message_and_its_stream(client: Any) -> None:
     assert usage.cache_read_input_tokens > 0 and usage.input_tokens > 0
     counted = client.messages.count_tokens(model=NAME, messages=long).input_tokens
     assert counted == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_a_stream_tells_that_it_goes_on_while_a_prompt_is_read(
+    client: Any, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a ping of Anthropic's, or a comment; the official clients pass over both."""
+    short, talk = {"max_tokens": 4}, {"messages": TALK, "max_tokens": 4}
+    bodies: dict[str, dict[str, Any]] = {
+        PATH: talk, "/v1/chat/completions": talk, "/v1/completions": {"prompt": "And", **short},
+        "/v1/responses": {"input": "And", "max_output_tokens": 4},
+    }  # fmt: skip
+    fillers = dict.fromkeys(bodies, ": keep-alive\n\n")
+    fillers[PATH] = 'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def counts() -> list[int]:
+        found = [post(port, path, {**body, "stream": True})[1] for path, body in bodies.items()]
+        return [text.count(fillers[path]) for path, text in zip(bodies, found, strict=True)]
+
+    def texts(other: Any) -> list[str]:
+        options: dict[str, Any] = {"model": NAME, "temperature": 0, "stream": True}
+        _, chat, completion, response = bodies.values()
+        chats = other.chat.completions.create(**chat, **options)
+        completions = other.completions.create(**completion, **options)
+        *_, last = other.responses.create(**response, **options)
+        return [
+            streamed(client, extra_body={"temperature": 0}).content[0].text,
+            "".join(piece.choices[0].delta.content or "" for piece in chats),
+            "".join(piece.choices[0].text for piece in completions),
+            last.response.output_text,
+        ]
+
+    pieces = Work.pieces
+
+    async def late(self: Work) -> AsyncIterator[Any]:
+        await asyncio.sleep(0.4)
+        async for piece in pieces(self):
+            yield piece
+
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as other:
+        want = texts(other)
+        assert counts() == [1, 0, 0, 0]
+        monkeypatch.setattr(http, "_MOST_SILENCE", 0.05)
+        monkeypatch.setattr(Work, "pieces", late)
+        assert all(want) and texts(other) == want
+    assert min(counts()) >= 3
 
 
 def test_an_answer_goes_on_with_a_last_message(client: Any) -> None:

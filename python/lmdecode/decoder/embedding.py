@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ from lmdecode.decoder.causal_caches import CausalCaches
 from lmdecode.linear.packed_linear import rms_norm
 from lmdecode.models.packed_causal import PackedCausalModel
 
-__all__ = ["embedded", "last_logits"]
+__all__ = ["check_pooling_of_files", "embedded", "last_logits"]
 
 _MOST_ROWS = 512  # tokens that are read at once
 _MOST_TEXTS = 64  # of these
+_LEAST_SHARED = 32  # tokens: with fewer, to read them once saves less than it costs
 _POOLINGS = ("last", "mean")
 _TINY = 1e-30  # beside mean squares: a vector of zeros stays one
 
@@ -71,18 +73,33 @@ def _read(
     cache_dtype: str,
     texts: Sequence[Sequence[int]],
     *,
+    shared: int = 0,
     wants_logits: bool = False,
 ) -> Iterator[tuple[list[_Part], Tensor]]:
     """Read texts; yield parts, and the rows of the final norm [tokens, model_size] for them.
 
-    With ``wants_logits`` it is, instead, the logits [parts that are last, V] behind texts.
+    With ``wants_logits`` it is, instead, the logits [parts that are last, V] behind texts. The
+    first ``shared`` tokens, the same ones of all texts, are read once, and are in no part.
     """
-    lengths, size = [len(text) for text in texts], model.config.model_size
+    lengths, size = [len(text) - shared for text in texts], model.config.model_size
     steps = list(_steps(lengths))
     rows = max((sum(p.end - p.begin for p in step) for step in steps), default=1)
+    rows = max(rows, min(shared, _MOST_ROWS))
 
     def new_caches(places: int, longest: int) -> CausalCaches:
-        return CausalCaches(model, places, longest, dtype=cache_dtype, max_rows=rows)
+        # The first place has what is shared, from which the others go on.
+        most = shared + longest
+        return CausalCaches(model, 1 + places, most, dtype=cache_dtype, max_rows=rows)
+
+    def forward(
+        caches: CausalCaches, tokens: Sequence[int], entries: list[list[int]], hidden: Tensor | None
+    ) -> Tensor:
+        return caches.forward(
+            torch.tensor(tokens, dtype=torch.int64, device="cpu"),
+            torch.tensor(entries, dtype=torch.int64, device="cpu"),
+            sum(entry[3] for entry in entries),
+            hidden_out=hidden,
+        )
 
     # Places for the many are as long as a step; a long text has the one place of other caches.
     short = new_caches(max(map(len, steps), default=1), rows)
@@ -90,22 +107,28 @@ def _read(
     for step in steps:
         caches = long if lengths[step[0].text] > _MOST_ROWS else short
         if step[0].begin == 0:
-            caches.truncate(range(len(step)), [0] * len(step))
-        tokens = [token for p in step for token in texts[p.text][p.begin : p.end]]
+            if shared and not caches.lengths[0]:
+                forward(caches, texts[0][:shared], [[0, shared, 1, 0]], None)
+            caches.reorder(torch.zeros(caches.sequences, dtype=torch.int64, device="cpu"))
+        tokens = [t for p in step for t in texts[p.text][shared + p.begin : shared + p.end]]
         entries = [
             [place, p.end - p.begin, 1, int(wants_logits and p.is_last)]
-            for place, p in enumerate(step)
+            for place, p in enumerate(step, 1)
         ]
         hidden = None
         if not wants_logits:
             hidden = torch.empty((len(tokens), size), dtype=torch.float32, device="cpu")
-        logits = caches.forward(
-            torch.tensor(tokens, dtype=torch.int64, device="cpu"),
-            torch.tensor(entries, dtype=torch.int64, device="cpu"),
-            sum(entry[3] for entry in entries),
-            hidden_out=hidden,
-        )
+        logits = forward(caches, tokens, entries, hidden)
         yield step, logits if hidden is None else hidden
+
+
+def check_pooling_of_files(op: str, word: str) -> str:
+    """Return how a model's files say that vectors are made; raises ValueError for other ways."""
+    if word not in _POOLINGS:
+        raise ValueError(
+            f"{op}: pooling is None, and the model's files say {word!r}; expected 'last' or 'mean'"
+        )
+    return word
 
 
 @torch.no_grad()
@@ -151,7 +174,13 @@ def last_logits(
     texts: Sequence[Sequence[int]],
     tokens: Sequence[int],
 ) -> Tensor:
-    """Return the logits of some tokens behind each text: float32 [texts, tokens]."""
-    read = _read(model, cache_dtype, texts, wants_logits=True)
+    """Return the logits of some tokens behind each text: float32 [texts, tokens].
+
+    Tokens that all texts begin with are read once.
+    """
+    alike = itertools.takewhile(lambda row: len(set(row)) == 1, zip(*texts, strict=False))
+    shared = min(len(list(alike)), min(map(len, texts)) - 1)
+    shared = shared if len(texts) > 1 and shared >= _LEAST_SHARED else 0
+    read = _read(model, cache_dtype, texts, shared=shared, wants_logits=True)
     found = [logits[:, list(tokens)] for step, logits in read if step[-1].is_last]
     return torch.cat(found)

@@ -13,10 +13,11 @@ from lmdecode.linear.formats import is_kept
 from lmdecode.models.saved import MANIFEST
 from lmdecode.readers.ctranslate2.folder import is_ctranslate2
 from lmdecode.readers.gguf.hub import cached_gguf
-from lmdecode.readers.gguf.reader import is_gguf
+from lmdecode.readers.gguf.reader import GgufFile, is_gguf
 from lmdecode.readers.gguf.tokenizer import load_tokenizer, tokenizer_files, tokenizer_path
 
-__all__ = ["check_as_it_is", "files_of", "folder_of_file", "load_parts", "tokenizer_of"]
+__all__ = ["check_as_it_is", "files_of", "folder_of_file", "load_parts", "pooling_of",
+           "tokenizer_of"]  # fmt: skip
 
 
 # Files of tokenizers and processors.
@@ -29,6 +30,14 @@ _TOKENIZER_FILES = (
     "target_vocabulary.json", "target_vocabulary.txt", "tokenizer.gguf", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocabulary.json", "vocabulary.txt",
 )  # fmt: skip
+
+
+# Where sentence-transformers says how the vector of a text is made, and older releases' words.
+_POOLING = "1_Pooling/config.json"
+_POOLINGS = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean",
+             "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+             "weightedmean_tokens": "weightedmean", "lasttoken": "lasttoken"}  # fmt: skip
+_GGUF_POOLINGS = ("none", "mean", "cls", "last", "rank")
 
 
 def check_as_it_is(source: object) -> None:
@@ -169,3 +178,31 @@ def tokenizer_of(source: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(source)
+
+
+def pooling_of(source: str | os.PathLike[str]) -> str:
+    """Return the word of a GGUF file, or a folder or name of a model, for how vectors are made.
+
+    It is "last" where nothing says it. Raises ValueError for a damaged file.
+    """
+    if is_gguf(source):
+        metadata = GgufFile(source).metadata
+        kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 3)
+        is_known = isinstance(kind, int) and 0 <= kind < len(_GGUF_POOLINGS)
+        return _GGUF_POOLINGS[kind] if is_known else repr(kind)
+    path = Path(source) / _POOLING
+    if not os.path.exists(source) and not _is_path(source):
+        cached = folder_of_file(os.fspath(source), _POOLING)
+        path = path if cached is None else cached / path.name
+    if not path.is_file():
+        return "last"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        modes = config.get("pooling_mode")
+        if modes is None:
+            known = [word for name, word in _POOLINGS.items() if config.get(f"pooling_mode_{name}")]
+            modes = known or "mean"
+        word = modes if isinstance(modes, str) else "+".join(modes)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not say how vectors are made: {error}") from error
+    return "last" if word == "lasttoken" else word

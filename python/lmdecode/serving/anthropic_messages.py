@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from lmdecode.serving.blocks import (
     PASSED_FIELDS,
@@ -171,6 +171,9 @@ async def count_tokens(fields: Fields, service: Service) -> dict[str, Any]:
 class MessageAnswer(BlockAnswer):
     """A checked request, whose answer is a message with its content blocks."""
 
+    ping: ClassVar[Event] = {"type": "ping"}
+    """The event that says no more than that a stream goes on."""
+
     def __init__(self, chat: Chat, max_tokens: int) -> None:
         super().__init__(chat)
         self._max_tokens = max_tokens
@@ -214,7 +217,7 @@ class MessageAnswer(BlockAnswer):
     def start(self, work: Work) -> Iterator[Event]:
         """Return the events before the first block."""
         yield {"type": "message_start", "message": {**self.body, "usage": self._usage(work)}}
-        yield {"type": "ping"}
+        yield self.ping
 
     def begin(self) -> Iterator[Event]:
         """Begin a block of text or thoughts."""

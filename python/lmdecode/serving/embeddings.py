@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from lmdecode._memory import bytes_of
-from lmdecode.decoder.embedding import embedded, last_logits
+from lmdecode.decoder.embedding import check_pooling_of_files, embedded, last_logits
 from lmdecode.models.packed_causal import PackedCausalModel
 from lmdecode.serving.completions import prompts_of
-from lmdecode.serving.errors import BadRequest
+from lmdecode.serving.errors import BadRequest, reason_of
 from lmdecode.serving.fields import Fields
 from lmdecode.serving.parameters import check_names
 from lmdecode.serving.service import Service
@@ -75,7 +75,12 @@ async def embeddings_body(fields: Fields, service: Service) -> dict[str, Any]:
     model, cache_dtype = _model_of(service), service.model.decoding.cache_dtype
     is_base64 = fields.choice("encoding_format", "float", "base64") == "base64"
     dimensions = fields.integer("dimensions", 1, model.config.model_size)
-    pooling = fields.choice("pooling", "last", "mean") or "last"
+    pooling = fields.choice("pooling", "last", "mean")
+    if pooling is None:
+        try:
+            pooling = check_pooling_of_files("embeddings", service.model.decoding._pooling)
+        except ValueError as error:
+            raise BadRequest("pooling", reason_of(error)) from error
     given = fields.get("input")
     if isinstance(given, list):
         texts = [text if isinstance(text, str) else "" for text in given]

@@ -27,6 +27,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 _MOST_DISCARDED = 1 << 30
+_MOST_SILENCE = 10.0  # seconds, after which clients and proxies are told that a stream goes on
 
 
 def _json(content: Any) -> bytes:
@@ -131,7 +132,8 @@ class EventStream(Response):
     """Server-sent events, one for each body, and ``[DONE]`` at the end.
 
     ``close`` is called at the end, also when the client goes away. ``is_named``: each event has the
-    type of its body as its name, and the last body is the end.
+    type of its body as its name, and the last body is the end. Where no event comes for long, as
+    while a prompt is read, ``ping`` is sent, or a comment, which every client skips.
     """
 
     media_type = "text/event-stream"
@@ -141,10 +143,12 @@ class EventStream(Response):
         events: AsyncIterator[dict[str, Any]],
         close: Callable[[], None],
         is_named: bool = False,
+        ping: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._close, self._is_named = events, close, is_named
+        self._filler = b": keep-alive\n\n" if ping is None else self._event(ping)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -154,22 +158,39 @@ class EventStream(Response):
         finally:
             self._close()
 
+    def _event(self, content: dict[str, Any]) -> bytes:
+        name = f"event: {content['type']}\n" if self._is_named else ""
+        return name.encode() + b"data: " + _json(content) + b"\n\n"
+
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        now = asyncio.get_running_loop().time
+        last = now()
 
-        async def event(data: bytes, name: str | None = None) -> None:
-            body = (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
+        async def write(body: bytes) -> None:
+            nonlocal last
+            last = now()
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
+        async def fill() -> None:
+            with suppress(OSError):  # the client has gone
+                while True:
+                    await asyncio.sleep(last + _MOST_SILENCE - now())
+                    if now() >= last + _MOST_SILENCE:
+                        await write(self._filler)
+
+        filling = asyncio.create_task(fill())
         try:
             async for content in self._events:
-                await event(_json(content), content["type"] if self._is_named else None)
+                await write(self._event(content))
         except OSError:  # the client has gone
             raise ClientDisconnect from None
         except Exception as error:
-            await event(_json(error_of_step(error).body))
+            await write(b"data: " + _json(error_of_step(error).body) + b"\n\n")
+        finally:
+            filling.cancel()
         if not self._is_named:
-            await event(b"[DONE]")
+            await write(b"data: [DONE]\n\n")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
