@@ -104,7 +104,7 @@ def _check_store(text: str) -> None:
     assert found is not None and int(found[1]) > 18 and int(found[2]) > 18
     assert "token for token, the conversations that nobody interrupted" in told
     for length in (256, 1024):
-        assert re.search(rf"^{length} tokens +[\d.]+ +[\d.]+ +[\d.]+x$", text, re.MULTILINE)
+        assert re.search(rf"^{length} tokens +[\d.,]+ +[\d.,]+ +[\d.]+x$", text, re.MULTILINE)
 
 
 def _check_g2p(text: str) -> None:
