@@ -12,9 +12,6 @@ using namespace lmdecode::attention;
 
 // Values that are read for some of their elements before the others.
 constexpr int64_t kChunkKeys = 16;
-// Keys or values at equal distances: a block of the kernel, for a head size of 128 8 KB.
-template <class T>
-constexpr int64_t kBlockKeysOf = sizeof(T) == 4 ? 16 : 32;
 // Floats, or weights, from row to row.
 constexpr int64_t kScoreStride = tuning::kSplitKeys;
 // Lines are asked for this far ahead, or a block. Much less comes late; twice as much pushes out of
@@ -90,7 +87,7 @@ struct FloatRows {
   static constexpr bool kMultipliesTiles = false;
   static constexpr int64_t kVectorSize = kLanes;  // elements of a row in a vector
   static constexpr int64_t kKeysOfAWeight = 1;
-  static constexpr int64_t kBlockKeys = kBlockKeysOf<T>;
+  static constexpr int64_t kBlockKeys = sizeof(T) == 4 ? 16 : 32;  // for a head size of 128 8 KB
 
   struct Vector {
     F32 v;
@@ -111,7 +108,7 @@ struct PairRows {
   static constexpr bool kMultipliesTiles = false;
   static constexpr int64_t kVectorSize = 32;
   static constexpr int64_t kKeysOfAWeight = 2;
-  static constexpr int64_t kBlockKeys = kBlockKeysOf<BFloat16>;
+  static constexpr int64_t kBlockKeys = 32;
 
   struct Vector {
     __m512i v;

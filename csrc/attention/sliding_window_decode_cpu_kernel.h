@@ -57,15 +57,15 @@ class DecodeAttention {
     softmax.reset(rows_);
     first_ = part.keys.begin / kScoreStride * kScoreStride;
     next_part_ =
-        next_part != nullptr && next_part->keys.begin < next_part->keys.end ? next_part : nullptr;
+        next_part != nullptr && next_part->keys.begin < next_part->keys.end ? next_part : &part_;
     seen_ = part_of_range(seen, first_, first_ + kScoreStride);
     if (seen_.begin < seen_.end) {
       listed_ = {};
-      for_blocks(false, [&](KeyRange block) { multiply_keys_of(block); });
+      for_blocks(false, [&](KeyRange range) { multiply_block_keys(range); });
       const KeyRange groups = groups_of(seen_);
       if (p_.key_padding != nullptr) row_terms(p_, part_.sequence, 0, 0, first_, seen_, w_.terms);
       for (int64_t row = 0; row < rows_; ++row) add_row(row, groups, &softmax);
-      for_blocks(true, [&](KeyRange block) { multiply_values_of(block); });
+      for_blocks(true, [&](KeyRange range) { multiply_block_values(range); });
     }
     double* row_sum = partials_.row_sum + part.slot * partials_.rows;
     for (int64_t row = 0; row < rows_; ++row) row_sum[row] = softmax.sum_of_row(row);
@@ -94,6 +94,18 @@ class DecodeAttention {
 
     bool operator==(const Block&) const = default;
   };
+
+  // All keys, or all values.
+  struct Cache {
+    const void* data;
+    const AttentionStrides& strides;
+    int64_t size;  // elements of a row
+  };
+
+  Cache cache_of(Block block) const {
+    return block.is_values ? Cache{p_.v, p_.v_strides, p_.value_size}
+                           : Cache{p_.k, p_.k_strides, p_.head_size};
+  }
 
   static KeyRange groups_of(KeyRange range) {
     return {range.begin / kKeyGroup * kKeyGroup,
@@ -143,102 +155,88 @@ class DecodeAttention {
     return reinterpret_cast<const Cell**>(memory);
   }
 
-  // The place in `data` of token 0 of a block at equal distances, by way of one of its keys.
-  const T* first_row(const void* data, const AttentionStrides& s, const DecodePart& part,
-                     int64_t first, int64_t key) const {
-    return static_cast<const T*>(data) + p_.key_offset(s, part.sequence, part.kv_head, key) -
-           (key - first) * s.token;
-  }
-
-  // Calls body(keys), counted from first_, for the blocks of the keys that are seen; sets up their
+  // Calls body(keys), counted from block_, for the blocks of the keys that are seen; sets up their
   // tokens, and the lines to ask for meanwhile.
   template <class Body>
   void for_blocks(bool is_values, const Body& body) {
-    for (int64_t at = seen_.begin / kBlockKeys * kBlockKeys; at < seen_.end; at += kBlockKeys) {
-      const KeyRange keys = {max_of(at, seen_.begin), min_of(at + kBlockKeys, seen_.end)};
-      block_ = at;
-      find_block({&part_, is_values, first_ + at}, {keys.begin - at, keys.end - at});
-      body(keys);
+    for (block_ = seen_.begin / kBlockKeys * kBlockKeys; block_ < seen_.end; block_ += kBlockKeys) {
+      const KeyRange range = part_of_range(seen_, block_, block_ + kBlockKeys);
+      find_block({&part_, is_values, first_ + block_}, range);
+      body(range);
     }
+  }
+
+  KeyRange keys_of(const DecodePart* part) const {
+    return part == &part_ ? KeyRange{first_ + seen_.begin, first_ + seen_.end} : part->keys;
   }
 
   // The block that is read kBytesAhead after another one: of the keys, then of the values, then of
   // the next part's keys.
   Block later(Block block) const {
-    const int64_t size = block.is_values ? p_.value_size : p_.head_size;
-    const int64_t bytes = kBlockKeys * size * static_cast<int64_t>(sizeof(Cell));
+    const int64_t bytes = kBlockKeys * cache_of(block).size * static_cast<int64_t>(sizeof(Cell));
     const int64_t blocks = kLayout == CacheLayout::kListed ? 1 : max_of(1, kBytesAhead / bytes);
     block.first += blocks * kBlockKeys;
-    const int64_t over = block.first - (first_ + seen_.end);
+    const int64_t over = block.first - keys_of(&part_).end;
     if (over < 0) return block;
-    const int64_t further = over / kBlockKeys * kBlockKeys;
-    if (!block.is_values) {
-      const int64_t begin = (first_ + seen_.begin) / kBlockKeys * kBlockKeys;
-      const int64_t last = (first_ + seen_.end - 1) / kBlockKeys * kBlockKeys;
-      return {&part_, true, min_of(begin + further, last)};
-    }
-    const DecodePart& next = next_part_ == nullptr ? part_ : *next_part_;
-    const int64_t begin = next.keys.begin / kBlockKeys * kBlockKeys;
-    const int64_t last = (next.keys.end - 1) / kBlockKeys * kBlockKeys;
-    return {&next, false, min_of(begin + further, last)};
+    Block next = {block.is_values ? next_part_ : &part_, !block.is_values, 0};
+    const KeyRange keys = keys_of(next.part);
+    next.first = min_of(keys.begin / kBlockKeys + over / kBlockKeys, (keys.end - 1) / kBlockKeys) *
+                 kBlockKeys;
+    return next;
   }
 
   // The keys of `range`, counted from the block's first, are read.
   void find_block(Block block, KeyRange range) {
-    const void* data = block.is_values ? p_.v : p_.k;
-    const AttentionStrides& s = block.is_values ? p_.v_strides : p_.k_strides;
-    const int64_t size = block.is_values ? p_.value_size : p_.head_size;
     if constexpr (kIsInPlace) {
       const Block next = later(block);
       const KeyRange in_next =
-          part_of_range(next.part == &part_ ? KeyRange{first_ + seen_.begin, first_ + seen_.end}
-                                            : next.part->keys,
-                        next.first, next.first + kBlockKeys);
+          part_of_range(keys_of(next.part), next.first, next.first + kBlockKeys);
       if constexpr (kLayout == CacheLayout::kStrided) {
         tokens_ = strided_block(block, range);
-        lines_.start(strided_block(next, in_next), in_next, size);
+        lines_.start(strided_block(next, in_next), in_next, cache_of(next).size);
       } else {
         const Cell **rows = as_rows(w_.token_rows), **rows_ahead = rows + kBlockKeys;
         if (listed_ == block) {
           for (int64_t i = 0; i < kBlockKeys; ++i) rows[i] = rows_ahead[i];
         } else {
-          list_block(data, s, part_, block.first, range, rows);
+          list_block(block, range, rows);
         }
-        list_block(next.is_values ? p_.v : p_.k, next.is_values ? p_.v_strides : p_.k_strides,
-                   *next.part, next.first, in_next, rows_ahead);
+        list_block(next, in_next, rows_ahead);
         listed_ = next;
         tokens_ = {rows};
-        lines_.start({rows_ahead}, in_next, size);
+        lines_.start({rows_ahead}, in_next, cache_of(next).size);
       }
     } else {
-      tokens_ =
-          copy_block(data, s, size, block.first, range, block.is_values ? value_size_ : head_size_,
-                     block.is_values ? w_.values : w_.keys);
+      tokens_ = copy_block(block, range, block.is_values ? value_size_ : head_size_,
+                           block.is_values ? w_.values : w_.keys);
     }
   }
 
+  // Of a block at equal distances, by way of one of its keys.
   StridedTokens<Row> strided_block(Block block, KeyRange range) const {
-    const AttentionStrides& s = block.is_values ? p_.v_strides : p_.k_strides;
-    return {first_row(block.is_values ? p_.v : p_.k, s, *block.part, block.first,
-                      block.first + range.begin),
-            s.token};
+    const Cache cache = cache_of(block);
+    const int64_t offset = p_.key_offset(cache.strides, block.part->sequence, block.part->kv_head,
+                                         block.first + range.begin);
+    const int64_t stride = cache.strides.token;
+    return {static_cast<const T*>(cache.data) + offset - range.begin * stride, stride};
   }
 
   // rows[key] for the keys of a range; keys before and after it, which are only prefetched, get the
   // nearest of these.
-  void list_block(const void* data, const AttentionStrides& s, const DecodePart& part,
-                  int64_t first, KeyRange range, const Cell** rows) const {
-    list_rows(p_, data, s, part.sequence, part.kv_head, {first + range.begin, first + range.end},
-              rows + range.begin);
+  void list_block(Block block, KeyRange range, const Cell** rows) const {
+    const Cache cache = cache_of(block);
+    list_rows(p_, cache.data, cache.strides, block.part->sequence, block.part->kv_head,
+              {block.first + range.begin, block.first + range.end}, rows + range.begin);
     for (int64_t i = 0; i < range.begin; ++i) rows[i] = rows[range.begin];
     for (int64_t i = range.end; i < kBlockKeys; ++i) rows[i] = rows[range.end - 1];
   }
 
   // The keys of a range side by side, with zeros to whole vectors.
-  StridedTokens<T> copy_block(const void* data, const AttentionStrides& s, int64_t size,
-                              int64_t first, KeyRange range, int64_t padded, float* memory) const {
+  StridedTokens<T> copy_block(Block block, KeyRange range, int64_t padded, float* memory) const {
     const Cell** rows = as_rows(w_.token_rows);
-    list_block(data, s, part_, first, range, rows);
+    list_block(block, range, rows);
+    const Cache cache = cache_of(block);
+    const int64_t size = cache.size, element = cache.strides.element;
     T* copy = reinterpret_cast<T*>(memory);
     for (int64_t key = range.begin; key < range.end; ++key) {
       const Cell* from = rows[key];
@@ -247,19 +245,19 @@ class DecodeAttention {
         const HeadRow<Cell> row = {from, 1, size};
         for (int64_t i = 0; i < padded; i += kLanes) store(to + i, load_elements(row, i));
         continue;
-      } else if (s.element == 1) {
+      } else if (element == 1) {
         __builtin_memcpy(to, from, static_cast<size_t>(size) * sizeof(T));
       } else {
-        for (int64_t i = 0; i < size; ++i) to[i] = from[i * s.element];
+        for (int64_t i = 0; i < size; ++i) to[i] = from[i * element];
       }
       for (int64_t i = size; i < padded; ++i) to[i] = T{};
     }
     return {copy, padded};
   }
 
-  // Keys of the block, counted from first_.
-  void multiply_keys_of(KeyRange keys) {
-    const KeyRange range = {keys.begin - block_, keys.end - block_}, groups = groups_of(range);
+  // Keys of the block, counted from block_.
+  void multiply_block_keys(KeyRange range) {
+    const KeyRange groups = groups_of(range);
     if constexpr (kMultipliesTiles) {
       multiply_key_tiles(range, groups);
     } else {
@@ -269,8 +267,7 @@ class DecodeAttention {
     }
   }
 
-  void multiply_values_of(KeyRange keys) {
-    const KeyRange range = {keys.begin - block_, keys.end - block_};
+  void multiply_block_values(KeyRange range) {
     if constexpr (kMultipliesTiles) {
       multiply_value_tiles(range);
     } else {
@@ -436,7 +433,7 @@ class DecodeAttention {
   const DecodePart* next_part_ = nullptr;
   int64_t first_ = 0;  // where the part's keys are counted from
   KeyRange seen_ = {};
-  int64_t block_ = 0;   // the first key of the block that is read
+  int64_t block_ = 0;   // the first key of the block that is read, counted from first_
   Tokens tokens_ = {};  // of it
   Block listed_ = {};   // whose rows are listed already
   LinesAhead<Tokens, Row> lines_ = {};
