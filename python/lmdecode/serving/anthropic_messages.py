@@ -172,7 +172,6 @@ class MessageAnswer(BlockAnswer):
     """A checked request, whose answer is a message with its content blocks."""
 
     ping: ClassVar[Event] = {"type": "ping"}
-    """The event that says no more than that a stream goes on."""
 
     def __init__(self, chat: Chat, max_tokens: int) -> None:
         super().__init__(chat)

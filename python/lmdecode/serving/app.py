@@ -214,8 +214,9 @@ class Application:
         work = await service.submit(asked.job)
         try:
             if asked.job.parameters.stream:
-                is_named, ping = isinstance(asked, BlockAnswer), getattr(asked, "ping", None)
-                return EventStream(asked.stream(work), work.close, is_named, ping)
+                if isinstance(asked, BlockAnswer):
+                    return EventStream(asked.stream(work), work.close, True, asked.ping)
+                return EventStream(asked.stream(work), work.close)
             try:
                 return JSONAnswer(await unless_gone(request.receive, asked.whole(work)))
             finally:

@@ -7,7 +7,7 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from lmdecode.serving.chat import Chat, ChatDelta, ChatPart
 from lmdecode.serving.errors import RequestError, error_of_step
@@ -55,6 +55,9 @@ class BlockAnswer(ABC):
     A stream and a whole answer are written by the same methods: they return the events of a stream,
     and keep the blocks of ``body``.
     """
+
+    ping: ClassVar[Event | None] = None
+    """The event that says no more than that a stream goes on, where the protocol has one."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
