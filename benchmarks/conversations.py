@@ -9,7 +9,6 @@ turn, and goes on. A server that starts cold then says whether a text is the sam
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -17,10 +16,17 @@ import sys
 import tempfile
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from benchmarks.report import machine_line
-from benchmarks.servers import LMDECODE_PORT, WORDS, Server, prompt_of, started, streamed
+from benchmarks.servers import (
+    WORDS,
+    Server,
+    arguments,
+    llama_server,
+    lmdecode_server,
+    prompt_of,
+    streamed,
+)
 
 NEW_TOKENS = 24
 
@@ -71,35 +77,23 @@ def row_of(name: str, conversations: list[Conversation]) -> str:
 
 def main() -> int:
     """Run the conversations, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", type=Path, help="a GGUF file")
-    parser.add_argument("--lmdecode-options", default="", help="further ones")
-    parser.add_argument("--llama-server", required=True, help="the program; it gets the same file")
-    parser.add_argument("--llama-options", default="", help="further ones, such as --no-repack")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = arguments(__doc__, needs_llama=True)
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--system", type=int, default=6000, help="tokens of the system prompt")
     parser.add_argument("--context", type=int, default=8192)
     given = parser.parse_args()
-    threads, slots = str(given.threads), str(given.conversations)
+    most = str(given.conversations)
     rng = random.Random(0)
-    folder = tempfile.TemporaryDirectory()
-    serve = [sys.executable, "-m", "lmdecode", "serve", str(given.model), "--name", "m",
-             "--port", str(LMDECODE_PORT), "--threads", threads, "--max-requests", slots,
-             "--context", str(given.context), *given.lmdecode_options.split()]  # fmt: skip
 
     def lmdecode(*more: str) -> AbstractContextManager[Server]:
-        return started("lmdecode", [*serve, *more], LMDECODE_PORT, "m")
+        slots = ("--max-requests", most, "--context", str(given.context))
+        return lmdecode_server(given, *slots, *more)
 
-    llama = started(
-        "llama-server",
-        [given.llama_server, "-m", str(given.model), "--port", "8102", "-t", threads, "-np", slots,
-         "-c", str(given.conversations * given.context), "--jinja", *given.llama_options.split()],
-        8102, "m",
-    )  # fmt: skip
-    with folder:
-        stored = ("--store", folder.name)
+    context = str(given.conversations * given.context)
+    llama = llama_server(given, "-np", most, "-c", context, "--jinja")
+    with tempfile.TemporaryDirectory() as folder:
+        stored = ("--store", folder)
         with lmdecode(*stored) as ours, llama as theirs:
             system = prompt_of(rng, given.system)
             held = {

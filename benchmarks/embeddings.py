@@ -8,7 +8,6 @@ nearly the same lengths.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import random
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import machine_line
-from benchmarks.servers import LMDECODE_PORT, Server, prompt_of, started
+from benchmarks.servers import Server, arguments, llama_server, lmdecode_server, prompt_of
 
 _AT_ONCE, _BODIES = 64, 4
 
@@ -76,33 +75,16 @@ def _by_transformers(file: Path, dtype: torch.dtype) -> Callable[[list[str]], Te
 
 def main() -> int:
     """Run all, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", type=Path, help="a GGUF file")
-    parser.add_argument("--lmdecode-options", default="", help="further ones")
-    parser.add_argument("--llama-server", required=True, help="the program; it gets the same file")
-    parser.add_argument("--llama-options", default="", help="further ones, such as --no-repack")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = arguments(__doc__, needs_llama=True)
     parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--length", type=int, default=64, help="tokens of a text")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    threads = str(given.threads)
     torch.set_num_threads(given.threads)
-    ours = started(
-        "lmdecode",
-        [sys.executable, "-m", "lmdecode", "serve", str(given.model), "--port", str(LMDECODE_PORT),
-         "--name", "m", "--threads", threads, *given.lmdecode_options.split()],
-        LMDECODE_PORT, "m",
-    )  # fmt: skip
-    theirs = started(
-        "llama-server",
-        [given.llama_server, "-m", str(given.model), "--port", "8102", "-t", threads,
-         "--embeddings", "--pooling", "last", "-c", "4096", "-np", "32", "-b", "2048",
-         "-ub", "2048", *given.llama_options.split()],
-        8102, "m",
-    )  # fmt: skip
+    many = ("-c", "4096", "-np", "32", "-b", "2048", "-ub", "2048")
+    theirs = llama_server(given, "--embeddings", "--pooling", "last", *many)
     rng = random.Random(0)
-    with ours as one, theirs as other:
+    with lmdecode_server(given) as one, theirs as other:
         texts = [prompt_of(rng, given.length) for _ in range(given.texts)]
         runs = {
             "lmdecode": _by_server(one),

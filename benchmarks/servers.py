@@ -157,6 +157,40 @@ def started(
                 process.wait()
 
 
+def arguments(about: str, *, needs_llama: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with a model, and how lmdecode and llama-server serve it."""
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    add = parser.add_argument
+    add("model", type=Path, help="a GGUF file, or another model of lmdecode serve")
+    add("--lmdecode-options", default="", help="further ones, such as '--dtype int8'")
+    add("--llama-server", required=needs_llama, help="the program; it gets the same file")
+    add("--llama-options", default="", help="further ones, such as --no-repack")
+    add("--threads", type=int, default=2)
+    return parser
+
+
+def lmdecode_server(
+    given: argparse.Namespace, *options: str
+) -> contextlib.AbstractContextManager[Server]:
+    """Start lmdecode's server with what the command line says."""
+    command = [
+        sys.executable, "-m", "lmdecode", "serve", str(given.model), "--port", str(LMDECODE_PORT),
+        "--name", "m", "--threads", str(given.threads), *options, *given.lmdecode_options.split(),
+    ]  # fmt: skip
+    return started("lmdecode", command, LMDECODE_PORT, "m")
+
+
+def llama_server(
+    given: argparse.Namespace, *options: str
+) -> contextlib.AbstractContextManager[Server]:
+    """Start llama-server with what the command line says."""
+    command = [
+        given.llama_server, "-m", str(given.model), "--port", "8102", "-t", str(given.threads),
+        *options, *given.llama_options.split(),
+    ]  # fmt: skip
+    return started("llama-server", command, 8102, "m")
+
+
 def failed_in(
     found: list[tuple[float, float]], server: Server, clients: int, length: int, number: int
 ) -> bool:
@@ -194,41 +228,20 @@ def row_of(
 
 def main() -> int:
     """Run all cases, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", type=Path, help="a GGUF file, or another model of lmdecode serve")
-    parser.add_argument(
-        "--lmdecode-options", default="", help="further ones, such as '--dtype int8'"
-    )
-    parser.add_argument("--llama-server", help="the program; it gets the same file")
-    parser.add_argument("--llama-options", default="", help="further ones, such as --no-repack")
+    parser = arguments(__doc__)
     parser.add_argument("--vllm", nargs=2, metavar=("PROGRAM", "FOLDER"), help="vllm, and a model")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS))
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     given = parser.parse_args()
     check_int("servers", "--rounds", given.rounds, 1)
-    threads = str(given.threads)
     most = max(given.clients)
     with contextlib.ExitStack() as stack:
-        servers = [
-            stack.enter_context(
-                started(
-                    "lmdecode",
-                    [sys.executable, "-m", "lmdecode", "serve", str(given.model),
-                     "--port", str(LMDECODE_PORT),
-                     "--name", "m", "--threads", threads, "--max-requests", str(most),
-                     "--context", str(CONTEXT), *given.lmdecode_options.split()],
-                    LMDECODE_PORT, "m",
-                )
-            )
-        ]  # fmt: skip
+        slots = ("--max-requests", str(most), "--context", str(CONTEXT))
+        servers = [stack.enter_context(lmdecode_server(given, *slots))]
         if given.llama_server:
-            command = [
-                given.llama_server, "-m", str(given.model), "--port", "8102", "-t", threads,
-                "-np", str(most), "-c", str(most * CONTEXT), *given.llama_options.split(),
-            ]  # fmt: skip
-            servers.append(stack.enter_context(started("llama-server", command, 8102, "m")))
+            slots = ("-np", str(most), "-c", str(most * CONTEXT))
+            servers.append(stack.enter_context(llama_server(given, *slots)))
         if given.vllm:
             program, folder = given.vllm
             cores = f"0-{given.threads - 1}"
