@@ -9,45 +9,45 @@
 
 #include "attention/attention_workspace.h"
 #include "attention/online_softmax.h"
-#include "attention/pack.h"
-#include "attention/score_terms.h"
 #include "attention/sliding_window_attention.h"
-#if defined(LMD_SIMD_AVX512_AMX)
-#include "attention/tile_product.h"
-#endif
+#include "attention/tile_rows.h"
 
 namespace lmdecode::LMD_SIMD::attention {
 
 using namespace lmdecode::attention;
 
-// T: type of queries and output. Cell: type of keys and values, T or Int8Cell.
 template <class T, class Dot, class Cell = T>
-class TileAttention {
+class TileAttention : TileRows<T, Cell> {
+  using Rows = TileRows<T, Cell>;
+  using Rows::has_rule_;
+  using Rows::has_terms_;
+  using Rows::p_;
+  using Rows::rows_;
+  using Rows::tile_;
+
  public:
   using Element = typename Dot::Element;
 
   // `memory`: attention_workspace_bytes() of the most rows that a tile has, aligned to 64.
   TileAttention(const SlidingWindowAttentionParams& params, int64_t most_rows, void* memory)
-      : p_(params),
+      : Rows(params),
         w_(split(params, most_rows, memory)),
-        has_terms_(params.mask_type != MaskType::kNone || params.key_padding != nullptr),
-        has_rule_(has_terms_ || params.softcap != 0.0f || params.alibi_slopes != nullptr),
-        softmax_(w_.row_max, w_.row_sum, exponent_factor_of(params, has_rule_)),
+        softmax_(w_.row_max, w_.row_sum, this->exponent_factor()),
         depth_(depth_of<Dot>(params.head_size)),
         query_stride_(padded_size(params.head_size) / Dot::kPerElement),
         out_stride_(padded_size(params.value_size)),
         value_columns_((params.value_size + kKeyGroup - 1) / kKeyGroup * kKeyGroup) {}
 
   void run(const AttentionTile& tile) {
-    tile_ = tile;
-    rows_ = tile.tokens * p_.group();
+    this->set_tile(tile);
     const KeyRange seen = start_rows();
     for (int64_t first = seen.begin / kStep * kStep; first < seen.end; first += kStep) {
       const KeyRange part = part_of_range(seen, first, first + kStep);
-      pack_keys<Dot>(step_rows(p_.k, p_.k_strides, p_.head_size, first, part, w_.key_rows), part,
-                     reinterpret_cast<Element*>(w_.keys));
-      pack_values<Dot>(step_rows(p_.v, p_.v_strides, p_.value_size, first, part, w_.value_rows),
-                       part, reinterpret_cast<Element*>(w_.values));
+      pack_keys<Dot>(this->step_rows(p_.k, p_.k_strides, p_.head_size, first, part, w_.key_rows),
+                     part, reinterpret_cast<Element*>(w_.keys));
+      pack_values<Dot>(
+          this->step_rows(p_.v, p_.v_strides, p_.value_size, first, part, w_.value_rows), part,
+          reinterpret_cast<Element*>(w_.values));
       for (int64_t row = 0; row < rows_; row += kTileRowCount) run_strip(row, first);
     }
     finish_rows();
@@ -68,49 +68,22 @@ class TileAttention {
     return w;
   }
 
-  // Where scores are products alone the scale is part of the factor, its sign part of the queries.
-  static float exponent_factor_of(const SlidingWindowAttentionParams& params, bool has_rule) {
-    const double scale = static_cast<double>(params.scale);
-    if (has_rule || scale == 0.0) return static_cast<float>(kLog2E);
-    return static_cast<float>((scale < 0.0 ? -scale : scale) * kLog2E);
-  }
-  float query_sign() const {
-    if (has_rule_) return 1.0f;
-    return p_.scale > 0.0f ? 1.0f : p_.scale < 0.0f ? -1.0f : 0.0f;
-  }
-
-  // The keys or values first + part, listed in `memory`.
-  HeadRows<Cell> step_rows(const void* data, const AttentionStrides& s, int64_t size, int64_t first,
-                           KeyRange part, const void** memory) const {
-    const Cell** rows = reinterpret_cast<const Cell**>(memory);
-    list_rows(p_, data, s, tile_.sequence, tile_.kv_head, {first + part.begin, first + part.end},
-              rows + part.begin);
-    return {rows, s.element, size};
-  }
-
-  int64_t token_of(int64_t row) const { return tile_.first_token + row / p_.group(); }
-  int64_t head_of(int64_t row) const { return tile_.kv_head * p_.group() + row % p_.group(); }
   KeyRange range_of(int64_t row) const { return {w_.row_begin[row], w_.row_end[row]}; }
 
   // Packs the queries, empties the sums; the keys that some row sees.
   KeyRange start_rows() {
-    const AttentionStrides& s = p_.q_strides;
-    const T* q = static_cast<const T*>(p_.q) + tile_.sequence * s.sequence +
-                 p_.first_query(tile_.sequence) * s.token;
     Element* queries = reinterpret_cast<Element*>(w_.queries);
     const int64_t padded = (rows_ + kTileRowCount - 1) / kTileRowCount * kTileRowCount;
     KeyRange seen = {0, 0}, of_token = {0, 0};
     for (int64_t row = 0; row < rows_; ++row) {
-      const int64_t token = token_of(row);
+      const int64_t token = this->token_of(row);
       if (row % p_.group() == 0) {
         of_token = p_.keys_seen(tile_.sequence, token);
         seen = hull(seen, of_token);
       }
       w_.row_begin[row] = of_token.begin;
       w_.row_end[row] = of_token.end;
-      const HeadRow<T> query = {q + head_of(row) * s.head + token * s.token, s.element,
-                                p_.head_size};
-      pack_query<Dot>(query, query_sign(), queries + row * query_stride_);
+      pack_query<Dot>(this->query_of(row), this->query_sign(), queries + row * query_stride_);
     }
     for (int64_t row = rows_; row < padded; ++row) {
       w_.row_begin[row] = w_.row_end[row] = 0;
@@ -131,7 +104,9 @@ class TileAttention {
     KeyRange groups = {seen.begin / kKeyGroup * kKeyGroup,
                        (seen.end + kKeyGroup - 1) / kKeyGroup * kKeyGroup};
     if (has_terms_) {
-      groups = find_terms(first_row, first, seen, groups);
+      this->fill_terms(first_row, kTileRowCount, first, seen, groups, w_.terms, kStep);
+      groups = groups_with_visible_keys<kKeyGroup>(w_.terms, kStep, kTileRowCount, groups.begin,
+                                                   groups.end);
       if (groups.begin == groups.end) return;
       seen = {max_of(seen.begin, groups.begin), min_of(seen.end, groups.end)};
     }
@@ -140,7 +115,10 @@ class TileAttention {
     for (int r = 0; r < kTileRowCount; ++r) {
       const int64_t row = first_row + r;
       float* scores = w_.scores + r * kStep;
-      if (has_rule_ && row < rows_) apply_rule(row, first, r, groups);
+      if (has_rule_ && row < rows_) {
+        const float* const terms = has_terms_ ? w_.terms + r * kStep : nullptr;
+        this->apply_rule(row, first, groups, terms, scores);
+      }
       if (part[r].begin > groups.begin || part[r].end < groups.end) {
         hide_outside(scores, groups.begin, groups.end, part[r]);
       }
@@ -205,55 +183,17 @@ class TileAttention {
     }
   }
 
-  // The terms of the strip's rows, and the groups in which they leave something to see.
-  KeyRange find_terms(int64_t first_row, int64_t first, KeyRange seen, KeyRange groups) {
-    for (int r = 0; r < kTileRowCount; ++r) {
-      float* terms = w_.terms + r * kStep;
-      for (int64_t key = groups.begin; key < groups.end; ++key) terms[key] = minus_infinity();
-      const int64_t row = first_row + r;
-      if (row < rows_) {
-        row_terms(p_, tile_.sequence, head_of(row), token_of(row), first, seen, terms);
-      }
-    }
-    return groups_with_visible_keys<kKeyGroup>(w_.terms, kStep, kTileRowCount, groups.begin,
-                                               groups.end);
-  }
-
-  void apply_rule(int64_t row, int64_t first, int r, KeyRange groups) {
-    ScoreRule rule = {p_.scale, p_.softcap, 0.0f, 0.0f,
-                      has_terms_ ? w_.terms + r * kStep : nullptr};
-    if (p_.alibi_slopes != nullptr) {
-      rule.slope = p_.alibi_slopes[tile_.sequence * p_.alibi_sequence_stride + head_of(row)];
-      rule.distance = static_cast<float>(p_.position(tile_.sequence, token_of(row)) - first);
-    }
-    rule.apply(w_.scores + r * kStep, groups.begin, groups.end);
-  }
-
   void finish_rows() {
     for (int64_t row = 0; row < rows_; ++row) {
-      const int64_t token = p_.first_query(tile_.sequence) + token_of(row), head = head_of(row);
-      const RowTotal total =
-          RowTotal::of(static_cast<double>(softmax_.max_of_row(row)), softmax_.sum_of_row(row),
-                       p_.sinks == nullptr ? nullptr : p_.sinks + head);
-      T* out = static_cast<T*>(p_.out) + tile_.sequence * p_.out_strides.sequence +
-               head * p_.out_strides.head + token * p_.out_strides.token;
-      // A row that saw nothing has sums of zero.
-      store_quotient(out, w_.out + row * out_stride_, p_.value_size,
-                     total.is_empty() ? 1.0f : total.divisor);
-      if (p_.lse != nullptr) {
-        p_.lse[tile_.sequence * p_.lse_strides.sequence + head * p_.lse_strides.head +
-               token * p_.lse_strides.token] = total.lse();
-      }
+      const double sum = softmax_.sum_of_row(row);
+      this->finish_row(row, static_cast<double>(softmax_.max_of_row(row)), sum, sum,
+                       w_.out + row * out_stride_);
     }
   }
 
-  const SlidingWindowAttentionParams& p_;
   const AttentionWorkspace w_;
-  const bool has_terms_, has_rule_;
   OnlineSoftmax softmax_;
   const int64_t depth_, query_stride_, out_stride_, value_columns_;
-  AttentionTile tile_ = {};
-  int64_t rows_ = 0;
 };
 
 // Tiles [begin, end), none with more than most_rows rows. `workspace` has
