@@ -5,8 +5,26 @@
 #include <cstdint>
 
 #include "attention/attention_tuning.h"
+#include "attention/key_range.h"
 
 namespace lmdecode::attention {
+
+// Deals out memory, by lines of a cache; from null it only counts.
+class MemoryDealer {
+ public:
+  explicit MemoryDealer(void* memory) : memory_(static_cast<char*>(memory)) {}
+
+  template <class Element>
+  void take(Element** pointer, int64_t count) {
+    if (memory_ != nullptr) *pointer = reinterpret_cast<Element*>(memory_ + used_);
+    used_ += (static_cast<size_t>(count) * sizeof(Element) + 63) / 64 * 64;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  size_t used_ = 0;
+};
 
 struct AttentionWorkspace {
   float* queries;           // [rows, depth]
@@ -24,43 +42,94 @@ struct AttentionWorkspace {
   const void** value_rows;  // [kStepKeys]
 };
 
-// The most rows that kernels take together: rows are padded to whole strips of 6 or 16.
-constexpr int64_t kMostStripRows = 16;
+// Rows are padded to whole strips.
+constexpr int64_t kStripRows = 6;
 // Sizes as the kernels pad them.
 constexpr int64_t padded_size(int64_t size) { return (size + 63) / 64 * 64; }
 
 // Deals out `memory`, of attention_workspace_bytes(); with null it only counts.
 inline size_t split_attention_workspace(void* memory, int64_t rows, int64_t head_size,
                                         int64_t value_size, AttentionWorkspace* w) {
-  size_t used = 0;
-  const auto take = [&](auto** pointer, int64_t count) {
-    using Pointer = decltype(*pointer + 0);
-    if (memory != nullptr) {
-      *pointer = reinterpret_cast<Pointer>(static_cast<char*>(memory) + used);
-    }
-    used += (static_cast<size_t>(count) * sizeof(**pointer) + 63) / 64 * 64;
-  };
+  MemoryDealer dealer(memory);
   constexpr int64_t kStep = tuning::kStepKeys;
-  rows += kMostStripRows - 1;
-  take(&w->queries, rows * padded_size(head_size));
-  take(&w->keys, kStep * (head_size < 16 ? 16 : head_size));  // of tiles, 16 pairs or more
-  take(&w->values, kStep * padded_size(value_size));
-  take(&w->out, rows * padded_size(value_size));
-  take(&w->scores, kMostStripRows * kStep);
-  take(&w->weights, kMostStripRows * kStep / 2);
-  take(&w->terms, kMostStripRows * kStep);
-  take(&w->row_max, rows);
-  take(&w->row_sum, rows * 16);
-  take(&w->row_begin, rows);
-  take(&w->row_end, rows);
-  take(&w->key_rows, kStep);
-  take(&w->value_rows, kStep);
-  return used;
+  rows += kStripRows - 1;
+  dealer.take(&w->queries, rows * padded_size(head_size));
+  dealer.take(&w->keys, kStep * head_size);
+  dealer.take(&w->values, kStep * padded_size(value_size));
+  dealer.take(&w->out, rows * padded_size(value_size));
+  dealer.take(&w->scores, kStripRows * kStep);
+  dealer.take(&w->weights, kStripRows * kStep / 2);
+  dealer.take(&w->terms, kStripRows * kStep);
+  dealer.take(&w->row_max, rows);
+  dealer.take(&w->row_sum, rows * 16);
+  dealer.take(&w->row_begin, rows);
+  dealer.take(&w->row_end, rows);
+  dealer.take(&w->key_rows, kStep);
+  dealer.take(&w->value_rows, kStep);
+  return dealer.used();
 }
 
 inline size_t attention_workspace_bytes(int64_t rows, int64_t head_size, int64_t value_size) {
   AttentionWorkspace w;
   return split_attention_workspace(nullptr, rows, head_size, value_size, &w);
+}
+
+// ---- by tiles of the matrix units
+
+// Rows of a strip, and keys of a block.
+constexpr int64_t kMatrixStripRows = 32, kMatrixBlockKeys = 64;
+
+struct alignas(64) MatrixAttentionStrip {
+  // See MatrixWeights.
+  float sums[kMatrixStripRows * 16], exact_sums[kMatrixStripRows * 16];
+  float shift[kMatrixStripRows], shares[kMatrixStripRows];
+  KeyRange range[kMatrixStripRows];  // keys that a row sees
+  KeyRange seen, seen_by_all;        // by some row, by every row
+  int64_t first_row, rows;
+};
+
+struct MatrixAttentionWorkspace {
+  MatrixAttentionStrip* strips;
+  uint32_t* queries;  // [strips, 32, pairs of the head]
+  float* out;         // tiles [strips, columns, 2]
+  uint32_t* keys;     // tiles of a span
+  uint32_t* values;
+  float* scores;  // [2, 32, 64]: of a block, then its weights
+  float* terms;   // [2, 32, 64]
+  float* row;     // of the output
+};
+
+// In tiles of 16 rows of 64 bytes.
+struct MatrixAttentionSizes {
+  int64_t depth, columns;  // of queries and keys along the head; of values
+
+  static MatrixAttentionSizes of(int64_t head_size, int64_t value_size) {
+    return {(head_size + 31) / 32, (value_size + 15) / 16};
+  }
+  int64_t span_keys() const {
+    const int64_t keys = tuning::kMatrixSpanBytes / (64 * depth + 32 * columns);
+    return max_of(keys / kMatrixBlockKeys, 1) * kMatrixBlockKeys;
+  }
+  // Deals out `memory`; with null it only counts.
+  size_t split(void* memory, int64_t rows, MatrixAttentionWorkspace* w) const {
+    constexpr int64_t kTileElements = 256, kBlock = kMatrixStripRows * kMatrixBlockKeys;
+    const int64_t strips = (rows + kMatrixStripRows - 1) / kMatrixStripRows;
+    MemoryDealer dealer(memory);
+    dealer.take(&w->strips, strips);
+    dealer.take(&w->queries, strips * 2 * depth * kTileElements);
+    dealer.take(&w->out, strips * 2 * columns * kTileElements);
+    dealer.take(&w->keys, span_keys() / 16 * depth * kTileElements);
+    dealer.take(&w->values, span_keys() / 32 * columns * kTileElements);
+    dealer.take(&w->scores, 2 * kBlock);
+    dealer.take(&w->terms, 2 * kBlock);
+    dealer.take(&w->row, 16 * columns);
+    return dealer.used();
+  }
+};
+
+inline size_t matrix_attention_bytes(int64_t rows, int64_t head_size, int64_t value_size) {
+  MatrixAttentionWorkspace w;
+  return MatrixAttentionSizes::of(head_size, value_size).split(nullptr, rows, &w);
 }
 
 }  // namespace lmdecode::attention

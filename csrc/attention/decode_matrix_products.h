@@ -52,9 +52,6 @@ inline void score_key_tile(const BFloat16* keys, int64_t key_stride, const BFloa
 template <Ahead kAhead, class Tokens, class Lines>
 inline void pair_values(const Tokens& values, KeyRange range, int64_t size, uint32_t* pairs,
                         Lines* lines) {
-  // Quarters of the interleaved halves, in the order of the elements.
-  const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
-  const __m512i second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
   for (int64_t key = 0; key < MatrixRows::kBlockKeys; key += 2, pairs += size) {
     const BFloat16* row[2];
     for (int64_t i = 0; i < 2; ++i) {
@@ -66,10 +63,10 @@ inline void pair_values(const Tokens& values, KeyRange range, int64_t size, uint
       const auto read = [&](const BFloat16* from) {
         return from == nullptr ? _mm512_setzero_si512() : _mm512_loadu_si512(from + at);
       };
-      const __m512i a = read(row[0]), b = read(row[1]);
-      const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
-      _mm512_storeu_si512(pairs + at, _mm512_permutex2var_epi64(low, first, high));
-      _mm512_storeu_si512(pairs + at + 16, _mm512_permutex2var_epi64(low, second, high));
+      __m512i first, last;
+      interleave_pairs(read(row[0]), read(row[1]), &first, &last);
+      _mm512_storeu_si512(pairs + at, first);
+      _mm512_storeu_si512(pairs + at + 16, last);
     }
   }
 }

@@ -115,11 +115,14 @@ inline F32 load_pairs(const HeadRow<float>& row, int64_t at) {
   return {reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(second.v, first.v))};
 }
 
-// Bits of bfloat16 in the low half of each lane.
-inline __m512i rounded_bits(F32 a) {
-  return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v)));
-}
 #endif
+
+// Elements of two rows, by turns of a and b: the first 16 and the last 16 of 32.
+inline void interleave_pairs(__m512i a, __m512i b, __m512i* first, __m512i* last) {
+  const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+  *first = _mm512_permutex2var_epi64(low, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high);
+  *last = _mm512_permutex2var_epi64(low, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), high);
+}
 
 inline void store_vector(uint32_t* p, F32 a) { _mm512_storeu_si512(p, _mm512_castps_si512(a.v)); }
 #endif
@@ -141,15 +144,13 @@ inline F32 load_depth(const HeadRow<T>& row, int64_t at) {
 // Elements of Dot that a head of `size` takes.
 template <class Dot>
 constexpr int64_t depth_of(int64_t size) {
-  constexpr int64_t kUnit = Dot::kPerElement * Dot::kDepthUnit;
-  return (size + kUnit - 1) / kUnit * Dot::kDepthUnit;
+  return (size + Dot::kPerElement - 1) / Dot::kPerElement;
 }
 
-// The elements of Dot that hold a range of a step's keys, to whole units of a depth.
+// The elements of Dot that hold a range of a step's keys.
 template <class Dot>
 constexpr KeyRange elements_of(KeyRange keys) {
-  constexpr int64_t kUnit = Dot::kPerElement * Dot::kDepthUnit;
-  return {keys.begin / kUnit * Dot::kDepthUnit, (keys.end + kUnit - 1) / kUnit * Dot::kDepthUnit};
+  return {keys.begin / Dot::kPerElement, depth_of<Dot>(keys.end)};
 }
 
 // The keys of a range of a step, to their places in its panels, with zeros to the ends of their
@@ -176,7 +177,7 @@ void pack_keys(const HeadRows<T>& keys, KeyRange range, typename Dot::Element* p
   }
 }
 
-// The values beside pack_keys(); pairs and units of the depth are padded with zeros.
+// The values beside pack_keys(); pairs are padded with zeros.
 template <class Dot, class T>
 void pack_values(const HeadRows<T>& values, KeyRange range, typename Dot::Element* panels) {
   constexpr int64_t kPanelRows = tuning::kStepKeys / Dot::kPerElement;
@@ -192,14 +193,6 @@ void pack_values(const HeadRows<T>& values, KeyRange range, typename Dot::Elemen
           const bool in_range = key >= range.begin && key < range.end;
           return in_range ? load_elements(values.row(key), at) : splat(0.0f);
         };
-#if defined(LMD_SIMD_AVX512_AMX)
-        if constexpr (sizeof(T) == sizeof(float)) {
-          const __m512i high = _mm512_slli_epi32(rounded_bits(half(2 * row + 1)), 16);
-          store_vector(to,
-                       {_mm512_castsi512_ps(_mm512_or_si512(rounded_bits(half(2 * row)), high))});
-          continue;
-        }
-#endif
         // Floats that were bfloat16: the upper half of each lane.
         store_vector(to, {_mm512_castsi512_ps(_mm512_or_si512(
                              _mm512_srli_epi32(_mm512_castps_si512(half(2 * row).v), 16),

@@ -103,12 +103,13 @@ struct ScoreRule {
 
 // Scores of [begin, end) that are not in `seen` become -inf.
 inline void hide_outside(float* scores, int64_t begin, int64_t end, KeyRange seen) {
+  const F32 lanes = convert_u32(iota_u32()), minus_inf = splat(minus_infinity());
   for (int64_t key = begin; key < end; key += kLanes) {
     if (key >= seen.begin && key + kLanes <= seen.end) continue;
-    const int64_t from = seen.begin - key, to = seen.end - key;
-    for (int64_t i = 0; i < kLanes; ++i) {
-      if (i < from || i >= to) scores[key + i] = minus_infinity();
-    }
+    const F32 from = splat(static_cast<float>(seen.begin - key));
+    const F32 to = splat(static_cast<float>(seen.end - key));
+    const F32 x = select(to > lanes, load(scores + key), minus_inf);
+    store(scores + key, select(lanes >= from, x, minus_inf));
   }
 }
 

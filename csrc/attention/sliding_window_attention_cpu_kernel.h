@@ -1,7 +1,7 @@
 // sliding_window_attention on the CPU, compiled once for each CPU capability. See simd/vec.h.
 //
 // A tile has some queries of a sequence with all query heads of one KV head as its rows, token by
-// token, six rows a strip (16 by tiles of the matrix units). Keys and values come in steps of
+// token, six rows a strip. Keys and values come in steps of
 // kStepKeys, packed once for all of the tile's rows; within a step each strip takes the groups of
 // keys that its own rows see: scores, softmax with the maximum so far, and the product with the
 // values, added to what the strip has.
@@ -56,10 +56,9 @@ class TileAttention : TileRows<T, Cell> {
  private:
   static constexpr int64_t kStep = tuning::kStepKeys;
   // A score is the sum of one chain of additions for each 128 elements of the head, in their order:
-  // one chain for all of a head of 512 has twice the rounding error. Tiles have a chain for each 32
-  // elements by themselves; so have levels that round products before they add them.
-  static constexpr int64_t kChain =
-      Dot::kDepthUnit > 1 ? int64_t{1} << 30 : (kHasFusedProducts ? 128 : 32) / Dot::kPerElement;
+  // one chain for all of a head of 512 has twice the rounding error. Levels that round products
+  // before they add them have one for each 32.
+  static constexpr int64_t kChain = (kHasFusedProducts ? 128 : 32) / Dot::kPerElement;
 
   static AttentionWorkspace split(const SlidingWindowAttentionParams& params, int64_t rows,
                                   void* memory) {
@@ -123,12 +122,6 @@ class TileAttention : TileRows<T, Cell> {
         hide_outside(scores, groups.begin, groups.end, part[r]);
       }
       add_row(row, scores, groups, weights + r * (kStep / Dot::kPerElement));
-      if constexpr (Dot::kDepthUnit > 1) {
-        Element* const of_row = weights + r * (kStep / Dot::kPerElement);
-        const KeyRange all = elements_of<Dot>(groups);
-        for (int64_t i = all.begin; i < groups.begin / Dot::kPerElement; ++i) of_row[i] = 0;
-        for (int64_t i = groups.end / Dot::kPerElement; i < all.end; ++i) of_row[i] = 0;
-      }
     }
     multiply_values(first_row, seen, weights);
   }

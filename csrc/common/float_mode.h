@@ -25,4 +25,16 @@ class ScopedIeeeMode {
 #endif
 };
 
+#if defined(__x86_64__)
+// Subnormal numbers count as 0, as operands and as results.
+class ScopedFlushMode {
+ public:
+  ScopedFlushMode() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
+  ~ScopedFlushMode() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+};
+#endif
+
 }  // namespace lmdecode

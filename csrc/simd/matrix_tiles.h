@@ -53,6 +53,10 @@ inline void load_tile(const void* rows, int64_t row_stride) {
   amx_emulation::load(kTile, rows, row_stride);
 }
 template <int kTile>
+inline void load_passing_tile(const void* rows, int64_t row_stride) {
+  amx_emulation::load(kTile, rows, row_stride);
+}
+template <int kTile>
 inline void store_tile(void* rows, int64_t row_stride) {
   amx_emulation::store(kTile, rows, row_stride);
 }
@@ -86,6 +90,12 @@ inline void zero_tile() {
 template <int kTile>
 inline void load_tile(const void* rows, int64_t row_stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(row_stride), "i"(kTile) : "memory");
+}
+// For what is read once: it does not push out of the caches what is read again.
+template <int kTile>
+inline void load_passing_tile(const void* rows, int64_t row_stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(row_stride), "i"(kTile)
+               : "memory");
 }
 template <int kTile>
 inline void store_tile(void* rows, int64_t row_stride) {

@@ -32,7 +32,17 @@ class Numbers {
     std::normal_distribution<float> normal;
     for (size_t i = 0; i < values_.size(); ++i) set(i, normal(random) * static_cast<float>(spread));
   }
+  // Element 0 of each row of `size` becomes value(row).
+  template <class Value>
+  void set_first(int64_t size, const Value& value) {
+    const size_t step = static_cast<size_t>(size);
+    for (size_t row = 0; row < values_.size() / step; ++row) set(row * step, value(row));
+  }
   void* data() const { return bytes_; }
+  std::vector<char> copy() const {
+    const char* const first = static_cast<const char*>(bytes_);
+    return {first, first + values_.size() * element_bytes()};
+  }
   const std::vector<double>& values() const { return values_; }
   double at(int64_t i) const {
     const size_t place = static_cast<size_t>(i);

@@ -15,9 +15,14 @@ LMD_DECLARE_KERNELS_AT(avx512_amx_emulated, attention,
 namespace lmdecode::attention::test {
 namespace {
 
-using Tiles = decltype(&default_::attention::sliding_window_attention_tiles);
+using Kernel = decltype(&default_::attention::sliding_window_attention_tiles);
 
-void attend(Tiles run, const SlidingWindowAttentionParams& p, int64_t tokens) {
+struct Tiles {
+  Kernel run;
+  size_t (*bytes)(int64_t rows, int64_t head_size, int64_t value_size) = attention_workspace_bytes;
+};
+
+void attend(const Tiles& kernel, const SlidingWindowAttentionParams& p, int64_t tokens) {
   std::vector<AttentionTile> tiles;
   for (int64_t s = 0; s < p.sequences; ++s) {
     for (int64_t h = 0; h < p.kv_heads; ++h) {
@@ -27,58 +32,78 @@ void attend(Tiles run, const SlidingWindowAttentionParams& p, int64_t tokens) {
     }
   }
   const int64_t rows = tokens * p.group();
-  const size_t bytes = attention_workspace_bytes(rows, p.head_size, p.value_size);
+  const size_t bytes = kernel.bytes(rows, p.head_size, p.value_size);
   void* workspace = std::aligned_alloc(64, bytes);
   std::memset(workspace, 0xff, bytes);  // NaN, where it is read before it is written
-  run(p, tiles.data(), 0, static_cast<int64_t>(tiles.size()), rows, workspace);
+  kernel.run(p, tiles.data(), 0, static_cast<int64_t>(tiles.size()), rows, workspace);
   std::free(workspace);
   CHECK(!amx_emulation::in_use());
 }
 
 // products: the dtype that the kernel multiplies in.
-void run_cases(Tiles run, DType dtype, DType products) {
-  for (uint64_t seed = 0; seed < 120; ++seed) {
-    const std::unique_ptr<Case> c = random_case(seed, dtype, false);
-    const int64_t tokens = 1 + c->below(20);
-    attend(run, c->p, tokens);
-    c->check(tolerance_of(products));
-    // Other tiles, the same bits.
-    const std::vector<float> lse = c->lse;
-    attend(run, c->p, c->p.q_len);
+void check_case(const Tiles& run, Case* c, DType products) {
+  const int64_t tokens = 1 + c->below(20);
+  attend(run, c->p, tokens);
+  c->check(tolerance_of(products));
+  // Other tiles, the same bits.
+  const std::vector<float> lse = c->lse;
+  const std::vector<char> out = c->out->copy();
+  for (const int64_t others : {c->p.q_len, tokens + 1}) {
+    attend(run, c->p, others);
     CHECK(std::memcmp(lse.data(), c->lse.data(), lse.size() * sizeof(float)) == 0);
+    CHECK(out == c->out->copy());
   }
 }
 
-void run_cases(Tiles run, DType dtype) { run_cases(run, dtype, dtype); }
+void run_cases(const Tiles& run, DType dtype, DType products) {
+  for (uint64_t seed = 0; seed < 120; ++seed) {
+    check_case(run, random_case(seed, dtype, false).get(), products);
+  }
+  // Large heads and many keys, of which each is nearer to some queries than the one before, so that
+  // the maximum of a row rises in every block: by little, or by what rounds all before to 0.
+  const float much = products == DType::kBFloat16 ? 30.0f : 0.2f;
+  for (const int64_t size : {80, 128, 256}) {
+    for (const float growth : {0.0f, 0.05f, much}) {
+      const uint64_t seed = static_cast<uint64_t>(size);
+      const std::unique_ptr<Case> c = random_case(seed, dtype, false, 1100, size);
+      c->k->set_first(size, [&](size_t row) { return growth * static_cast<float>(row % 1100); });
+      c->q->set_first(size, [](size_t row) { return row % 3 == 0 ? -1.0f : 1.0f; });
+      check_case(run, c.get(), products);
+    }
+  }
+}
 
-void run_all_dtypes(Tiles run) {
+void run_cases(const Tiles& run, DType dtype) { run_cases(run, dtype, dtype); }
+
+void run_all_dtypes(const Tiles& run) {
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     run_cases(run, dtype);
   }
 }
 
-TEST(default_level) { run_all_dtypes(&default_::attention::sliding_window_attention_tiles); }
+TEST(default_level) { run_all_dtypes({&default_::attention::sliding_window_attention_tiles}); }
 #if defined(LMD_HAS_AVX2)
 TEST(avx2) {
   if (max_cpu_capability() >= CpuCapability::kAvx2) {
-    run_all_dtypes(&avx2::attention::sliding_window_attention_tiles);
+    run_all_dtypes({&avx2::attention::sliding_window_attention_tiles});
   }
 }
 #endif
 #if defined(LMD_HAS_AVX512)
 TEST(avx512) {
   if (max_cpu_capability() >= CpuCapability::kAvx512) {
-    run_all_dtypes(&avx512::attention::sliding_window_attention_tiles);
+    run_all_dtypes({&avx512::attention::sliding_window_attention_tiles});
   }
 }
 TEST(avx512_bf16) {
   if (use_avx512_bf16()) {
-    run_cases(&avx512_bf16::attention::sliding_window_attention_tiles, DType::kBFloat16);
+    run_cases({&avx512_bf16::attention::sliding_window_attention_tiles}, DType::kBFloat16);
   }
 }
 TEST(avx512_amx_emulated) {
   if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
-    const Tiles run = &avx512_amx_emulated::attention::sliding_window_attention_tiles;
+    const Tiles run = {&avx512_amx_emulated::attention::sliding_window_attention_tiles,
+                       matrix_attention_bytes};
     run_cases(run, DType::kBFloat16);
     run_cases(run, DType::kFloat32, DType::kBFloat16);
   }
@@ -86,7 +111,8 @@ TEST(avx512_amx_emulated) {
 #if defined(LMD_HAS_AVX512_AMX)
 TEST(avx512_amx) {
   if (use_avx512_amx()) {
-    const Tiles run = &avx512_amx::attention::sliding_window_attention_tiles;
+    const Tiles run = {&avx512_amx::attention::sliding_window_attention_tiles,
+                       matrix_attention_bytes};
     run_cases(run, DType::kBFloat16);
     run_cases(run, DType::kFloat32, DType::kBFloat16);
   }
