@@ -1,4 +1,4 @@
-// Vector helpers of attention beside csrc/simd: transposes and divides rows.
+// Vector helpers of attention beside csrc/simd: transposes, interleaves and divides rows.
 #pragma once
 
 #include "simd/vec_math.h"
@@ -66,6 +66,15 @@ inline void transpose(F32 (&row)[kLanes]) {
   }
 #endif
 }
+
+#if defined(LMD_SIMD_AVX512)
+// Elements of two rows, by turns of a and b: the first 16 and the last 16 of 32.
+inline void interleave_pairs(__m512i a, __m512i b, __m512i* first, __m512i* last) {
+  const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+  *first = _mm512_permutex2var_epi64(low, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high);
+  *last = _mm512_permutex2var_epi64(low, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), high);
+}
+#endif
 
 // p[0 .. size) = from[0 .. size) times a factor that is 1 / divisor.
 template <class T>

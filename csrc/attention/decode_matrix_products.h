@@ -17,7 +17,8 @@ struct MatrixRows : PairRows {
   static constexpr bool kMultipliesTiles = true;
 };
 
-// Registers 0 to 2: scores, keys, queries. 3 to 5: outputs, weights, values.
+// Registers 0 to 2: scores, keys, queries. 3 to 5: outputs, weights, values. They are zero, and so
+// free, but while they are in use.
 inline TileConfig decode_matrix_config(int64_t rows) {
   TileConfig config;
   const int64_t of_strip = min_of(rows, kMatrixTileRows);
@@ -33,13 +34,15 @@ inline TileConfig decode_matrix_config(int64_t rows) {
 inline void score_key_tile(const BFloat16* keys, int64_t key_stride, const BFloat16* queries,
                            int64_t size, int64_t rows, float* scores) {
   alignas(64) float by_key[kMatrixTileRows * kMatrixTileColumns];
-  zero_tile<0>();
   for (int64_t at = 0; at < size; at += MatrixRows::kVectorSize) {
     load_tile<1>(keys + at, 2 * key_stride);
     load_tile<2>(queries + at * kMatrixTileColumns, kMatrixTileBytes);
     multiply_bfloat16<0, 1, 2>();
   }
   store_tile<0>(by_key, kMatrixTileBytes);
+  zero_tile<0>();
+  zero_tile<1>();
+  zero_tile<2>();
   F32 square[kLanes];
   for (int i = 0; i < kLanes; ++i) square[i] = load(by_key + i * kMatrixTileColumns);
   transpose(square);
@@ -81,6 +84,9 @@ inline void add_value_tiles(const BFloat16* weights, const uint32_t* pairs, int6
     multiply_bfloat16<3, 4, 5>();
     store_tile<3>(out + at, 4 * out_stride);
   }
+  zero_tile<3>();
+  zero_tile<4>();
+  zero_tile<5>();
 }
 
 #endif

@@ -114,15 +114,7 @@ inline F32 load_pairs(const HeadRow<float>& row, int64_t at) {
   const F32 first = load_elements(row, 2 * at), second = load_elements(row, 2 * at + kLanes);
   return {reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(second.v, first.v))};
 }
-
 #endif
-
-// Elements of two rows, by turns of a and b: the first 16 and the last 16 of 32.
-inline void interleave_pairs(__m512i a, __m512i b, __m512i* first, __m512i* last) {
-  const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
-  *first = _mm512_permutex2var_epi64(low, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high);
-  *last = _mm512_permutex2var_epi64(low, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), high);
-}
 
 inline void store_vector(uint32_t* p, F32 a) { _mm512_storeu_si512(p, _mm512_castps_si512(a.v)); }
 #endif
