@@ -15,13 +15,15 @@ constexpr int64_t kSplitKeys = 512;
 constexpr int64_t kTileHeads = 5;
 // Rows (tokens times the query heads of a KV head) that share one packing of keys and values.
 constexpr int64_t kTileRows = 384;
-// By the matrix units more rows, as packing takes a larger part of the time; and what is packed
-// at a time stays in half of a core's second cache.
-constexpr int64_t kMatrixTileRows = 2048;
-constexpr int64_t kMatrixSpanBytes = 1 << 20;
 // Several threads take smaller tiles, down to this many rows, if there are too few tiles.
 constexpr int64_t kMinTileRows = 96;
 constexpr int64_t kTilesOfAThread = 8;
+// By the matrix units packing takes a larger part of the time, some 75 cycles a key, as long as 90
+// rows: more rows share it, and tiles have at least so many where each thread has one. What is
+// packed at a time stays in half of a core's second cache.
+constexpr int64_t kMatrixPackingRows = 2048;
+constexpr int64_t kMatrixMinRows = 512;
+constexpr int64_t kMatrixSpanBytes = 1 << 20;
 
 // Cost of one row, key and element of a head, to divide work among threads.
 constexpr double kNanosecondsPerProduct = 0.02;

@@ -138,22 +138,25 @@ int64_t tile_cost(const SlidingWindowAttentionParams& p, const AttentionTile& ti
 }
 
 // Tokens of a tile: rows for one packing of the keys, but enough tiles for the threads.
-int64_t tokens_of_a_tile(const SlidingWindowAttentionParams& p, int64_t most_rows) {
+int64_t tokens_of_a_tile(const SlidingWindowAttentionParams& p, bool by_matrix) {
   int64_t queries = 0;
   for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {
     queries += p.queries_of(sequence);
   }
-  int64_t rows = most_rows;
+  const int64_t most = by_matrix ? kMatrixPackingRows : kTileRows;
+  int64_t rows = most;
   const int64_t threads = num_threads();
   if (threads > 1) {
-    const int64_t rows_a_thread = queries * p.q_heads / threads / kTilesOfAThread;
-    rows = std::clamp(rows_a_thread, kMinTileRows, most_rows);
+    const int64_t rows_a_thread = queries * p.q_heads / threads;
+    const int64_t least =
+        by_matrix ? std::clamp(rows_a_thread, kMinTileRows, kMatrixMinRows) : kMinTileRows;
+    rows = std::clamp(rows_a_thread / kTilesOfAThread, least, most);
   }
   return std::max<int64_t>(1, rows / p.group());
 }
 
-WorkList work_list(const SlidingWindowAttentionParams& p, int64_t most_rows) {
-  const int64_t tokens = tokens_of_a_tile(p, most_rows);
+WorkList work_list(const SlidingWindowAttentionParams& p, bool by_matrix) {
+  const int64_t tokens = tokens_of_a_tile(p, by_matrix);
   WorkList list;
   for (int64_t sequence = 0; sequence < p.sequences; ++sequence) {
     const int64_t queries = p.queries_of(sequence);
@@ -178,7 +181,7 @@ void sliding_window_attention_cpu(const SlidingWindowAttentionParams& given) {
       is_bfloat16 || given.may_round_to_bfloat16
           ? LMD_SELECT_AMX_KERNEL(attention, sliding_window_attention_tiles, by_vectors)
           : by_vectors;
-  const bool by_tiles = run != by_vectors;
+  const bool by_matrix = run != by_vectors;
   SlidingWindowAttentionParams params = given;
   if (params.mask_type != MaskType::kNone && params.q_positions == nullptr &&
       params.kv_lengths == nullptr) {
@@ -189,7 +192,7 @@ void sliding_window_attention_cpu(const SlidingWindowAttentionParams& given) {
       params.window_right = found.window_right;
     }
   }
-  const WorkList list = work_list(params, by_tiles ? kMatrixTileRows : kTileRows);
+  const WorkList list = work_list(params, by_matrix);
   if (list.tiles.empty()) return;
   int64_t most_rows = 0;
   for (const AttentionTile& tile : list.tiles) {
@@ -198,8 +201,8 @@ void sliding_window_attention_cpu(const SlidingWindowAttentionParams& given) {
   const double product_nanoseconds =
       kNanosecondsPerProduct * static_cast<double>(params.head_size + params.value_size);
   const size_t bytes =
-      by_tiles ? matrix_attention_bytes(most_rows, params.head_size, params.value_size)
-               : attention_workspace_bytes(most_rows, params.head_size, params.value_size);
+      by_matrix ? matrix_attention_bytes(most_rows, params.head_size, params.value_size)
+                : attention_workspace_bytes(most_rows, params.head_size, params.value_size);
   // A part of the cost is the tiles that begin in it.
   parallel_rows(
       "sliding_window_attention", list.cost.back(), product_nanoseconds, bytes,
