@@ -27,6 +27,8 @@ namespace lmdecode::LMD_SIMD::attention {
 
 using namespace lmdecode::attention;
 
+#if defined(LMD_SIMD_AVX512_AMX)
+
 // T: type of queries, keys, values and output; float32 is rounded to bfloat16.
 template <class T>
 class MatrixAttention : TileRows<T> {
@@ -312,5 +314,7 @@ class MatrixAttention : TileRows<T> {
   KeyRange span_ = {0, 0};
   int64_t next_strip_ = 0, next_key_ = 0;
 };
+
+#endif
 
 }  // namespace lmdecode::LMD_SIMD::attention

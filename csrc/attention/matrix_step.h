@@ -10,6 +10,8 @@ namespace lmdecode::LMD_SIMD::attention {
 
 using namespace lmdecode::attention;
 
+#if defined(LMD_SIMD_AVX512_AMX)
+
 // a: register 4, b: 2, c: 0 and 1, 6 and 7 in turn. Those not in use are zeroed, and so free.
 inline TileConfig matrix_attention_config() {
   TileConfig config;
@@ -234,5 +236,7 @@ class MatrixStep {
 
   const float factor_;
 };
+
+#endif
 
 }  // namespace lmdecode::LMD_SIMD::attention

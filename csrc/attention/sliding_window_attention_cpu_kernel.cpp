@@ -1,10 +1,8 @@
 // Compiled once for each CPU capability, with LMD_SIMD naming it.
 #include "attention/sliding_window_attention_cpu_kernel.h"
 
-#include "attention/sliding_window_attention.h"
-#if defined(LMD_SIMD_AVX512_AMX)
 #include "attention/matrix_attention.h"
-#endif
+#include "attention/sliding_window_attention.h"
 
 namespace lmdecode::LMD_SIMD::attention {
 
