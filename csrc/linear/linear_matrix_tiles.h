@@ -86,12 +86,16 @@ inline void add_tiles(const char* const (&input)[kRowTiles], int64_t row_bytes,
     if (is_first) {
       zero_tile<kTile>();
     } else {
-      load_tile<kTile>(from, kSumStride);
+      load_passing_tile<kTile>(from, kSumStride);
     }
   });
   const auto step = [&](const char* w, int64_t at) __attribute__((always_inline)) {
     load_tile<6>(w, kPanelStepBytes);
-    load_tile<4>(input[0] + at, row_bytes);
+    if constexpr (kColumnTiles == 4) {  // all panels read the rows; weights pass
+      load_tile<4>(input[0] + at, row_bytes);
+    } else {
+      load_passing_tile<4>(input[0] + at, row_bytes);
+    }
     multiply.template operator()<0, 4, 6>();
     load_tile<7>(w + kMatrixTileBytes, kPanelStepBytes);
     multiply.template operator()<1, 4, 7>();
@@ -101,7 +105,7 @@ inline void add_tiles(const char* const (&input)[kRowTiles], int64_t row_bytes,
       load_tile<7>(w + 3 * kMatrixTileBytes, kPanelStepBytes);
       multiply.template operator()<3, 4, 7>();
     } else if constexpr (kRowTiles == 2) {
-      load_tile<5>(input[1] + at, row_bytes);
+      load_passing_tile<5>(input[1] + at, row_bytes);
       multiply.template operator()<2, 5, 6>();
       multiply.template operator()<3, 5, 7>();
     }
