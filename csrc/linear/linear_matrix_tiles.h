@@ -39,11 +39,12 @@ struct RowTiles {
   }
 };
 
-// a: registers 4 and 5, b: 6 and 7, c: 0 to 3.
+// a: registers 4 and 5, b: 6, c: 0 to 3. A core may be in a state in which a tile load takes the
+// longer, the more registers are in use, from their first load or product until they are zeroed.
 inline TileConfig row_tile_config(const RowTiles& tiles) {
   TileConfig config;
   for (int tile = 0; tile < 6; ++tile) config.set(tile, tiles.height, kMatrixTileBytes);
-  for (int tile = 6; tile < 8; ++tile) config.set(tile, kTileSteps, kMatrixTileBytes);
+  config.set(6, kTileSteps, kMatrixTileBytes);
   return config;
 }
 
@@ -89,6 +90,11 @@ inline void add_tiles(const char* const (&input)[kRowTiles], int64_t row_bytes,
       load_passing_tile<kTile>(from, kSumStride);
     }
   });
+  if constexpr (kRowTiles == 1 && kColumnTiles == 2) {  // what the pairs before it left
+    zero_tile<2>();
+    zero_tile<3>();
+    zero_tile<5>();
+  }
   const auto step = [&](const char* w, int64_t at) __attribute__((always_inline)) {
     load_tile<6>(w, kPanelStepBytes);
     if constexpr (kColumnTiles == 4) {  // all panels read the rows; weights pass
@@ -97,17 +103,18 @@ inline void add_tiles(const char* const (&input)[kRowTiles], int64_t row_bytes,
       load_passing_tile<4>(input[0] + at, row_bytes);
     }
     multiply.template operator()<0, 4, 6>();
-    load_tile<7>(w + kMatrixTileBytes, kPanelStepBytes);
-    multiply.template operator()<1, 4, 7>();
+    if constexpr (kRowTiles == 2) {
+      load_passing_tile<5>(input[1] + at, row_bytes);
+      multiply.template operator()<2, 5, 6>();
+    }
+    load_tile<6>(w + kMatrixTileBytes, kPanelStepBytes);
+    if constexpr (kRowTiles == 2) multiply.template operator()<3, 5, 6>();
+    multiply.template operator()<1, 4, 6>();
     if constexpr (kColumnTiles == 4) {
       load_tile<6>(w + 2 * kMatrixTileBytes, kPanelStepBytes);
       multiply.template operator()<2, 4, 6>();
-      load_tile<7>(w + 3 * kMatrixTileBytes, kPanelStepBytes);
-      multiply.template operator()<3, 4, 7>();
-    } else if constexpr (kRowTiles == 2) {
-      load_passing_tile<5>(input[1] + at, row_bytes);
-      multiply.template operator()<2, 5, 6>();
-      multiply.template operator()<3, 5, 7>();
+      load_tile<6>(w + 3 * kMatrixTileBytes, kPanelStepBytes);
+      multiply.template operator()<3, 4, 6>();
     }
   };
   for (int64_t k = 0; k < weights.count; ++k) {
