@@ -153,11 +153,11 @@ void add_panel_by_tiles(const LinearInput& input, const RowTiles& tiles, const c
     return add_tiles<Dot, 1, 4>({rows_of(0, 0)}, input.row_bytes, weights, true, {sums_of(0)});
   }
   const int64_t passes = (tiles.count + 1) / 2 * 2;
-  int64_t at = 0;
-  do {
-    const int64_t left = whole - at;
-    const int64_t count = left < tuning::kMatrixChainTiles ? left : tuning::kMatrixChainTiles;
-    const bool is_last = at + count == whole;
+  const int64_t most = tuning::kMatrixChainTiles, steps = whole + has_rest;
+  const int64_t chains = steps > most ? (steps + most - 1) / most : 1;
+  for (int64_t chain = 0; chain < chains; ++chain) {
+    const int64_t at = whole * chain / chains, count = whole * (chain + 1) / chains - at;
+    const bool is_last = chain + 1 == chains;
     int64_t pass = 0;
     for (int half = 0; half < 2; ++half) {
       const int64_t column = 2 * half * kMatrixTileColumns;
@@ -177,8 +177,7 @@ void add_panel_by_tiles(const LinearInput& input, const RowTiles& tiles, const c
         }
       }
     }
-    at += count;
-  } while (at < whole);
+  }
 }
 
 }  // namespace lmdecode::LMD_SIMD::linear
