@@ -133,4 +133,46 @@ inline void finish_row(const Scalar* sums, int64_t row, int64_t column, int coun
   }
 }
 
+// The panels of a weight, and the ends of rows that met one.
+template <class Dot>
+class Panels {
+ public:
+  static constexpr int64_t kWidth = tile_of<Dot>().width;
+
+  Panels(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output)
+      : layout(PackedLayout::of(linear.shape, tile_of<Dot>())),
+        base_(static_cast<const char*>(linear.packed)),
+        outputs_(linear.shape.out_features),
+        input_(input),
+        output_(output) {}
+
+  const char* at(int64_t panel) const {
+    return base_ + sizeof(PackedHeader) + panel * layout.panel_bytes;
+  }
+
+  // Rows [first, first + rows), whose sums [rows, kWidth] are.
+  void finish(const typename Dot::Scalar* sums, int64_t panel, int64_t first, int64_t rows) const {
+    const int64_t column = panel * kWidth;
+    const int64_t left = outputs_ - column;
+    const int count = static_cast<int>(left < kWidth ? left : kWidth);
+    Int8Columns columns = {};
+    if constexpr (kIsInt8<Dot>) {
+      columns = {reinterpret_cast<const float*>(base_ + layout.scales_at) + column,
+                 reinterpret_cast<const int32_t*>(base_ + layout.offsets_at) + column};
+    }
+    for (int64_t row = first; row < first + rows; ++row, sums += kWidth) {
+      const float scale = kIsInt8<Dot> ? input_.scales[row] : 1.0f;
+      finish_row(sums, row, column, count, scale, columns, output_);
+    }
+  }
+
+  const PackedLayout layout;
+
+ private:
+  const char* const base_;
+  const int64_t outputs_;
+  const LinearInput& input_;
+  const LinearOutput& output_;
+};
+
 }  // namespace lmdecode::LMD_SIMD::linear

@@ -14,12 +14,20 @@ constexpr bool kIsInt8 = requires { Dot::kInputOffset; };
 template <class Dot>
 constexpr bool kIsGrouped = requires { Dot::kGrouped; };
 
+// Vectors of a panel without groups. Tiles take two, side by side: a step along the depth is then
+// two lines of the first cache, and its sets are filled evenly.
+#if defined(LMD_SIMD_AVX512_AMX)
+constexpr int kRowPanelVectors = 2;
+#else
+constexpr int kRowPanelVectors = kPanelVectors;
+#endif
+
 template <class Dot>
 constexpr LinearTile tile_of() {
   if constexpr (kIsGrouped<Dot>)
     return {Dot::kWidth, Dot::kGrouped.step(), Dot::kInputBytes};
   else
-    return {kPanelVectors * Dot::kLanes, Dot::kValues,
+    return {kRowPanelVectors * Dot::kLanes, Dot::kValues,
             Dot::kPhases * static_cast<int32_t>(sizeof(typename Dot::Input))};
 }
 

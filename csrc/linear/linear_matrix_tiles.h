@@ -1,12 +1,12 @@
-// Sums of a block of rows and a panel by tiles of the matrix units: the same panels as at other
-// levels; a step along the depth is a row of a tile of weights.
+// Products of a block of rows by tiles of the matrix units: in panels of 32 outputs a step along the
+// depth is a row of two tiles of weights, 128 bytes.
 //
 // A sum starts from 0; each 16 steps (32 bfloat16 numbers, 64 bytes) are one product of tiles, and
 // are added in their order, independent of the rows beside it. The depth is padded with zeros to 16
 // steps.
 #pragma once
 
-#include "linear/linear_formats.h"
+#include "linear/linear_epilogue.h"
 #include "linear/linear_group_products.h"
 #include "linear/linear_tuning.h"
 #include "simd/matrix_tiles.h"
@@ -15,9 +15,10 @@ namespace lmdecode::LMD_SIMD::linear {
 
 using namespace lmdecode::linear;
 
-constexpr int64_t kTileSteps = 16;        // of a panel, in one tile of weights
-constexpr int64_t kPanelStepBytes = 256;  // of 64 outputs
-constexpr int64_t kTileStride = kTileSteps * kPanelStepBytes;
+constexpr int64_t kTileSteps = 16;  // of a panel, in one tile of weights
+constexpr int64_t kTilePanelWidth = 2 * kMatrixTileColumns;
+constexpr int64_t kStepBytes = 4 * kTilePanelWidth;
+constexpr int64_t kTileStride = kTileSteps * kStepBytes;  // of two tiles of weights
 
 // Rows in tiles of the same height, so that one configuration serves them. The last tile ends with
 // the rows, and may begin within the one before it: these rows are computed twice.
@@ -32,11 +33,6 @@ struct RowTiles {
   int64_t first_row(int64_t tile) const { return tile + 1 < count ? tile * height : rows - height; }
   // Rows of a tile that the one before it has.
   int64_t repeated(int64_t tile) const { return tile * height - first_row(tile); }
-  // The place of a row in consecutive tiles of count * height rows.
-  int64_t place(int64_t row) const {
-    const int64_t last = (count - 1) * height;
-    return row < last ? row : row + repeated(count - 1);
-  }
 };
 
 // a: registers 4 and 5, b: 6, c: 0 to 3. A core may be in a state in which a tile load takes the
@@ -48,39 +44,35 @@ inline TileConfig row_tile_config(const RowTiles& tiles) {
   return config;
 }
 
-// Tiles of weights along the depth, from one step of a panel on.
+// Tiles of a panel along the depth, from a step on.
 struct WeightTiles {
-  const char* first;
-  int64_t count;
-  const char* rest;   // one more tile, its last steps zeros, or null
-  const char* ahead;  // prefetched meanwhile: lines [first_line, last_line) of tiles from here
-  int first_line, last_line;
+  const char* first = nullptr;
+  const char* rest = nullptr;  // behind the others, its last steps zeros, or null
 };
 
-// For each of kRowTiles tiles of rows, whose inputs begin at `input`: sums [rows, 64] = the sums so
-// far, if not the first part, + the products with kColumnTiles tiles of 16 outputs.
-template <class Dot, int kRowTiles, int kColumnTiles>
-inline void add_tiles(const char* const (&input)[kRowTiles], int64_t row_bytes,
-                      const WeightTiles& weights, bool is_first,
-                      typename Dot::Scalar* const (&sums)[kRowTiles]) {
-  static_assert(kRowTiles * kColumnTiles <= 4);
-  constexpr int64_t kSumStride = 4 * kMaxPanelWidth;
+// sums [rows, 32] = the sums so far, if not the first part, + products: of one or two tiles of rows
+// and a panel, or of a tile of rows and two panels. The tiles along the depth are `count` and the
+// rest. Meanwhile lines [first_line, last_line) from ahead(panel, tile) on are fetched.
+template <class Dot, int kRowTiles, int kPanels, class Ahead>
+inline void add_tiles(const char* const (&input)[2], int64_t row_bytes,
+                      const WeightTiles (&weights)[2], int64_t count, const Ahead& ahead,
+                      int first_line, int last_line, bool is_first,
+                      typename Dot::Scalar* const (&sums)[2]) {
+  static_assert(kRowTiles * kPanels <= 2);
+  constexpr int64_t kSumStride = 4 * kTilePanelWidth;
   const auto each = [&](const auto& visit) __attribute__((always_inline)) {
     visit.template operator()<0>(sums[0]);
     visit.template operator()<1>(sums[0] + kMatrixTileColumns);
-    if constexpr (kColumnTiles == 4) {
-      visit.template operator()<2>(sums[0] + 2 * kMatrixTileColumns);
-      visit.template operator()<3>(sums[0] + 3 * kMatrixTileColumns);
-    } else if constexpr (kRowTiles == 2) {
+    if constexpr (kRowTiles * kPanels == 2) {
       visit.template operator()<2>(sums[1]);
       visit.template operator()<3>(sums[1] + kMatrixTileColumns);
     }
   };
-  const auto multiply = []<int kC, int kA, int kB>() __attribute__((always_inline)) {
+  const auto multiply = []<int kC, int kA>() __attribute__((always_inline)) {
     if constexpr (kIsInt8<Dot>) {
-      multiply_int8<kC, kA, kB>();
+      multiply_int8<kC, kA, 6>();
     } else {
-      multiply_bfloat16<kC, kA, kB>();
+      multiply_bfloat16<kC, kA, 6>();
     }
   };
   each([&]<int kTile>(const typename Dot::Scalar* from) {
@@ -90,92 +82,138 @@ inline void add_tiles(const char* const (&input)[kRowTiles], int64_t row_bytes,
       load_passing_tile<kTile>(from, kSumStride);
     }
   });
-  if constexpr (kRowTiles == 1 && kColumnTiles == 2) {  // what the pairs before it left
+  if constexpr (kRowTiles * kPanels == 1) {  // what the pairs before it left
     zero_tile<2>();
     zero_tile<3>();
     zero_tile<5>();
   }
-  const auto step = [&](const char* w, int64_t at) __attribute__((always_inline)) {
-    load_tile<6>(w, kPanelStepBytes);
-    if constexpr (kColumnTiles == 4) {  // all panels read the rows; weights pass
-      load_tile<4>(input[0] + at, row_bytes);
-    } else {
-      load_passing_tile<4>(input[0] + at, row_bytes);
-    }
-    multiply.template operator()<0, 4, 6>();
+  const auto step = [&](const char* w, [[maybe_unused]] const char* second, int64_t k)
+                        __attribute__((always_inline)) {
+    load_tile<6>(w, kStepBytes);
     if constexpr (kRowTiles == 2) {
-      load_passing_tile<5>(input[1] + at, row_bytes);
-      multiply.template operator()<2, 5, 6>();
+      load_passing_tile<4>(input[0] + k * kMatrixTileBytes, row_bytes);
+    } else {  // all panels read the rows; weights pass
+      load_tile<4>(input[0] + k * kMatrixTileBytes, row_bytes);
     }
-    load_tile<6>(w + kMatrixTileBytes, kPanelStepBytes);
-    if constexpr (kRowTiles == 2) multiply.template operator()<3, 5, 6>();
-    multiply.template operator()<1, 4, 6>();
-    if constexpr (kColumnTiles == 4) {
-      load_tile<6>(w + 2 * kMatrixTileBytes, kPanelStepBytes);
-      multiply.template operator()<2, 4, 6>();
-      load_tile<6>(w + 3 * kMatrixTileBytes, kPanelStepBytes);
-      multiply.template operator()<3, 4, 6>();
+    multiply.template operator()<0, 4>();
+    if constexpr (kRowTiles == 2) {
+      load_passing_tile<5>(input[1] + k * kMatrixTileBytes, row_bytes);
+      multiply.template operator()<2, 5>();
+    }
+    load_tile<6>(w + kMatrixTileBytes, kStepBytes);
+    if constexpr (kRowTiles == 2) multiply.template operator()<3, 5>();
+    multiply.template operator()<1, 4>();
+    if constexpr (kPanels == 2) {
+      load_tile<6>(second, kStepBytes);
+      multiply.template operator()<2, 4>();
+      load_tile<6>(second + kMatrixTileBytes, kStepBytes);
+      multiply.template operator()<3, 4>();
     }
   };
-  for (int64_t k = 0; k < weights.count; ++k) {
-    for (int i = weights.first_line; i < weights.last_line; ++i) {
-      __builtin_prefetch(weights.ahead + k * kTileStride + i * kMatrixTileBytes, 0, 2);
+  for (int64_t k = 0; k < count; ++k) {
+#pragma GCC unroll 2
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const char* const from = ahead(panel, k);
+      for (int i = first_line; i < last_line; ++i) {
+        __builtin_prefetch(from + i * kMatrixTileBytes, 0, 2);
+      }
     }
-    step(weights.first + k * kTileStride, k * kMatrixTileBytes);
+    step(weights[0].first + k * kTileStride, weights[1].first + k * kTileStride, k);
   }
-  if (weights.rest != nullptr) step(weights.rest, weights.count * kMatrixTileBytes);
+  if (weights[0].rest != nullptr) step(weights[0].rest, weights[1].rest, count);
   each([&]<int kTile>(typename Dot::Scalar* to) { store_tile<kTile>(to, kSumStride); });
 }
 
-// The sums of a panel, [count * height, 64]: those of a row at tiles.place(row). Up to 16 rows read
-// the weights once, in the order of the memory. With more a part of the panel that stays in the
-// caches meets all rows before the next, half of its outputs at a time.
+// How a panel is cut along the depth.
+struct TileDepth {
+  int64_t whole, rest;  // tiles, and steps behind them
+
+  explicit TileDepth(int64_t depth) : whole(depth / kTileSteps), rest(depth % kTileSteps) {}
+  int64_t count() const { return whole + (rest > 0); }
+  // The last tile of a panel in `memory`, its last steps zeros; null where all tiles are whole.
+  const char* rest_of(const char* panel, char* memory) const {
+    if (rest == 0) return nullptr;
+    const int64_t bytes = rest * kStepBytes;
+    __builtin_memcpy(memory, panel + whole * kTileStride, static_cast<size_t>(bytes));
+    __builtin_memset(memory + bytes, 0, static_cast<size_t>(kTileStride - bytes));
+    return memory;
+  }
+};
+
+constexpr int kTileLines = static_cast<int>(kTileStride / kMatrixTileBytes);
+
+// Up to 16 rows meet two panels at a time, whose weights are read once, each in the order of the
+// memory.
 template <class Dot>
-void add_panel_by_tiles(const LinearInput& input, const RowTiles& tiles, const char* panel,
-                        int64_t depth, typename Dot::Scalar* sums) {
-  constexpr int kLines = kTileStride / kMatrixTileBytes;
-  const int64_t whole = depth / kTileSteps;
-  alignas(64) char rest[kTileStride];
-  const bool has_rest = depth % kTileSteps != 0;
-  if (has_rest) {
-    const int64_t bytes = depth % kTileSteps * kPanelStepBytes;
-    __builtin_memcpy(rest, panel + whole * kTileStride, static_cast<size_t>(bytes));
-    __builtin_memset(rest + bytes, 0, static_cast<size_t>(kTileStride - bytes));
-  }
-  const auto rows_of = [&](int64_t tile, int64_t k) {
-    return static_cast<const char*>(input.rows) + tiles.first_row(tile) * input.row_bytes +
-           k * kMatrixTileBytes;
+void multiply_few_rows(const Panels<Dot>& panels, const LinearInput& input, int64_t begin,
+                       int64_t end) {
+  constexpr int64_t kAhead = tuning::kMatrixPrefetchBytes / (2 * kTileStride);
+  alignas(64) typename Dot::Scalar sums[2][kMatrixTileRows * kTilePanelWidth];
+  alignas(64) char rests[2][kTileStride];
+  const TileDepth depth(panels.layout.depth);
+  const char* const rows = static_cast<const char*>(input.rows);
+  const auto add = [&]<int kPanels>(int64_t panel) {
+    WeightTiles weights[2] = {};
+    for (int i = 0; i < kPanels; ++i) {
+      const char* const first = panels.at(panel + i);
+      weights[i] = {first, depth.rest_of(first, rests[i])};
+    }
+    const auto ahead = [&](int i, int64_t k) {
+      const int64_t tile = k + kAhead, behind = tile - depth.count();
+      const char* const from = behind < 0 ? weights[i].first : panels.at(panel + i + kPanels);
+      return from + (behind < 0 ? tile : behind) * kTileStride;
+    };
+    add_tiles<Dot, 1, kPanels>({rows, rows}, input.row_bytes, weights, depth.whole, ahead, 0,
+                               kTileLines, true, {sums[0], sums[1]});
+    for (int i = 0; i < kPanels; ++i) panels.finish(sums[i], panel + i, 0, input.count);
   };
-  const auto sums_of = [&](int64_t tile) { return sums + tile * tiles.height * kMaxPanelWidth; };
-  if (tiles.count == 1) {
-    const char* const ahead = panel + tuning::kMatrixPrefetchBytes;
-    const WeightTiles weights = {panel, whole, has_rest ? rest : nullptr, ahead, 0, kLines};
-    return add_tiles<Dot, 1, 4>({rows_of(0, 0)}, input.row_bytes, weights, true, {sums_of(0)});
-  }
-  const int64_t passes = (tiles.count + 1) / 2 * 2;
-  const int64_t most = tuning::kMatrixChainTiles, steps = whole + has_rest;
-  const int64_t chains = steps > most ? (steps + most - 1) / most : 1;
-  for (int64_t chain = 0; chain < chains; ++chain) {
-    const int64_t at = whole * chain / chains, count = whole * (chain + 1) / chains - at;
-    const bool is_last = chain + 1 == chains;
-    int64_t pass = 0;
-    for (int half = 0; half < 2; ++half) {
-      const int64_t column = 2 * half * kMatrixTileColumns;
-      const char* const part = panel + at * kTileStride;
-      WeightTiles weights = {
-          part + 4 * column,          count, is_last && has_rest ? rest + 4 * column : nullptr,
-          part + count * kTileStride, 0,     0};
-      for (int64_t tile = 0; tile < tiles.count; tile += 2, ++pass) {
-        weights.first_line = static_cast<int>(kLines * pass / passes);
-        weights.last_line = static_cast<int>(kLines * (pass + 1) / passes);
-        if (tile + 1 < tiles.count) {
-          add_tiles<Dot, 2, 2>({rows_of(tile, at), rows_of(tile + 1, at)}, input.row_bytes, weights,
-                               at == 0, {sums_of(tile) + column, sums_of(tile + 1) + column});
-        } else {
-          add_tiles<Dot, 1, 2>({rows_of(tile, at)}, input.row_bytes, weights, at == 0,
-                               {sums_of(tile) + column});
+  int64_t panel = begin;
+  for (; panel + 1 < end; panel += 2) add.template operator()<2>(panel);
+  if (panel < end) add.template operator()<1>(panel);
+}
+
+// More rows: a part of a panel that stays in the caches meets all of them, two tiles at a time,
+// before the next, which is fetched meanwhile. Rows whose sums are complete are finished at once.
+template <class Dot>
+void multiply_many_rows(const Panels<Dot>& panels, const LinearInput& input, const RowTiles& tiles,
+                        int64_t begin, int64_t end) {
+  alignas(64) typename Dot::Scalar sums[tuning::kRowBlock * kTilePanelWidth];
+  alignas(64) char memory[kTileStride];
+  const TileDepth depth(panels.layout.depth);
+  const int64_t most = tuning::kMatrixChainTiles, pairs = (tiles.count + 1) / 2;
+  const int64_t parts = depth.count() > most ? (depth.count() + most - 1) / most : 1;
+  for (int64_t panel = begin; panel < end; ++panel) {
+    const char* const weights = panels.at(panel);
+    const char* const rest = depth.rest_of(weights, memory);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t first = depth.whole * part / parts, last = depth.whole * (part + 1) / parts;
+      const bool is_last = part + 1 == parts;
+      const char* const next = is_last ? panels.at(panel + 1) : weights + last * kTileStride;
+      const auto ahead = [&](int, int64_t k) { return next + k * kTileStride; };
+      const auto add = [&]<int kRowTiles>(int64_t pair) {
+        const int64_t tile = 2 * pair;
+        // Of a depth of one part the sums of a pair are short-lived, and stay in the first cache.
+        auto* const to = sums + (parts > 1 ? tile * tiles.height * kTilePanelWidth : 0);
+        typename Dot::Scalar* const sums_of[2] = {to, to + tiles.height * kTilePanelWidth};
+        const char* input_of[2] = {};
+        for (int i = 0; i < kRowTiles; ++i) {
+          input_of[i] = static_cast<const char*>(input.rows) +
+                        tiles.first_row(tile + i) * input.row_bytes + first * kMatrixTileBytes;
         }
-      }
+        add_tiles<Dot, kRowTiles, 1>(input_of, input.row_bytes,
+                                     {{weights + first * kTileStride, is_last ? rest : nullptr}, {}},
+                                     last - first, ahead,
+                                     static_cast<int>(kTileLines * pair / pairs),
+                                     static_cast<int>(kTileLines * (pair + 1) / pairs), part == 0,
+                                     sums_of);
+        for (int i = 0; is_last && i < kRowTiles; ++i) {
+          const int64_t repeated = tiles.repeated(tile + i);
+          panels.finish(sums_of[i] + repeated * kTilePanelWidth, panel,
+                        tiles.first_row(tile + i) + repeated, tiles.height - repeated);
+        }
+      };
+      for (int64_t pair = 0; pair < tiles.count / 2; ++pair) add.template operator()<2>(pair);
+      if (tiles.count % 2 != 0) add.template operator()<1>(pairs - 1);
     }
   }
 }
@@ -191,6 +229,8 @@ void add_panel_by_tiles(const LinearInput& input, const RowTiles& tiles, const c
 namespace lmdecode::LMD_SIMD::linear {
 
 using namespace lmdecode::linear;
+
+constexpr int64_t kGroupStepBytes = 256;  // of 64 outputs
 
 // Elements of a group in one product of tiles.
 template <class Dot>
@@ -261,19 +301,19 @@ inline void multiply_group(const char* x, int64_t row_bytes, const char* numbers
   for (int e = 0; e < Dot::kGroup; e += kGroupTileBytes<Dot>) {
     const char* const w = numbers + e * Dot::kWidth;
     load_tile<4>(x + e, row_bytes);
-    load_tile<6>(w, kPanelStepBytes);
+    load_tile<6>(w, kGroupStepBytes);
     multiply.template operator()<0, 6>();
-    load_tile<7>(w + kMatrixTileBytes, kPanelStepBytes);
+    load_tile<7>(w + kMatrixTileBytes, kGroupStepBytes);
     multiply.template operator()<1, 7>();
-    load_tile<6>(w + 2 * kMatrixTileBytes, kPanelStepBytes);
+    load_tile<6>(w + 2 * kMatrixTileBytes, kGroupStepBytes);
     multiply.template operator()<2, 6>();
-    load_tile<7>(w + 3 * kMatrixTileBytes, kPanelStepBytes);
+    load_tile<7>(w + 3 * kMatrixTileBytes, kGroupStepBytes);
     multiply.template operator()<3, 7>();
   }
-  store_tile<0>(products, kPanelStepBytes);
-  store_tile<1>(products + kMatrixTileColumns, kPanelStepBytes);
-  store_tile<2>(products + 2 * kMatrixTileColumns, kPanelStepBytes);
-  store_tile<3>(products + 3 * kMatrixTileColumns, kPanelStepBytes);
+  store_tile<0>(products, kGroupStepBytes);
+  store_tile<1>(products + kMatrixTileColumns, kGroupStepBytes);
+  store_tile<2>(products + 2 * kMatrixTileColumns, kGroupStepBytes);
+  store_tile<3>(products + 3 * kMatrixTileColumns, kGroupStepBytes);
 }
 
 // A group of a panel, and where its elements of x begin in a row.

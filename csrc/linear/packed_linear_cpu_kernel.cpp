@@ -36,79 +36,49 @@ void for_chains(const PackedLayout& layout, const char* weights, const Add& add)
   } while (at < layout.depth);
 }
 
-// Panels [begin, end): add(layout, weights, sums) computes the sums of a panel, a row at
-// place(row).
-template <class Dot, class Add, class Place>
-void multiply_panels(const PackedLinear& linear, const LinearInput& input,
-                     const LinearOutput& output, int64_t begin, int64_t end, const Add& add,
-                     const Place& place) {
-  constexpr int64_t kWidth = tile_of<Dot>().width;
-  using Scalar = typename Dot::Scalar;
-  const PackedLayout layout = PackedLayout::of(linear.shape, tile_of<Dot>());
-  const char* const base = static_cast<const char*>(linear.packed);
-  alignas(64) Scalar sums[tuning::kRowBlock * kWidth];
+// Panels [begin, end): add(weights, sums) computes the sums of a panel for all rows.
+template <class Dot, class Add>
+void multiply_panels(const Panels<Dot>& panels, int64_t rows, int64_t begin, int64_t end,
+                     const Add& add) {
+  alignas(64) typename Dot::Scalar sums[tuning::kRowBlock * Panels<Dot>::kWidth];
   for (int64_t panel = begin; panel < end; ++panel) {
-    add(layout, base + sizeof(PackedHeader) + panel * layout.panel_bytes, sums);
-    const int64_t column = panel * kWidth;
-    const int64_t left = linear.shape.out_features - column;
-    const int count = static_cast<int>(left < kWidth ? left : kWidth);
-    Int8Columns columns = {};
-    if constexpr (kIsInt8<Dot>) {
-      columns = {reinterpret_cast<const float*>(base + layout.scales_at) + column,
-                 reinterpret_cast<const int32_t*>(base + layout.offsets_at) + column};
-    }
-    for (int64_t row = 0; row < input.count; ++row) {
-      const float scale = kIsInt8<Dot> ? input.scales[row] : 1.0f;
-      finish_row(sums + place(row) * kWidth, row, column, count, scale, columns, output);
-    }
+    for_chains<Dot>(panels.layout, panels.at(panel),
+                    [&](int64_t input_at, const char* weights, int64_t depth, bool is_first) {
+                      add(input_at, weights, depth, is_first, sums);
+                    });
+    panels.finish(sums, panel, 0, rows);
   }
 }
 
 template <class Dot>
-void multiply_panels(const PackedLinear& linear, const LinearInput& input,
-                     const LinearOutput& output, int64_t begin, int64_t end) {
-  const auto add_to_rows = [&](const PackedLayout& layout, const char* panel,
-                               typename Dot::Scalar* sums) {
-    for_chains<Dot>(layout, panel,
-                    [&](int64_t input_at, const char* weights, int64_t depth, bool is_first) {
-                      if constexpr (kIsGrouped<Dot>) {
-                        add_groups_to_rows<Dot>(input, input_at, weights, depth, is_first, sums);
-                      } else {
-                        add_chain_to_rows<Dot>(input, input_at, weights, depth, is_first, sums);
-                      }
-                    });
-  };
-  multiply_panels<Dot>(linear, input, output, begin, end, add_to_rows,
-                       [](int64_t row) { return row; });
+void multiply_by_vectors(const Panels<Dot>& panels, const LinearInput& input, int64_t begin,
+                         int64_t end) {
+  multiply_panels(panels, input.count, begin, end, [&](auto... chain) {
+    if constexpr (kIsGrouped<Dot>) {
+      add_groups_to_rows<Dot>(input, chain...);
+    } else {
+      add_chain_to_rows<Dot>(input, chain...);
+    }
+  });
 }
 
 #if defined(LMD_SIMD_AVX512_AMX)
 template <class Dot>
-void multiply_panels_by_tiles(const PackedLinear& linear, const LinearInput& input,
-                              const LinearOutput& output, int64_t begin, int64_t end) {
-  static_assert(tuning::kRowBlock % kMatrixTileRows == 0, "sums for fewer rows than tiles have");
+void multiply_by_tiles(const Panels<Dot>& panels, const LinearInput& input, int64_t begin,
+                       int64_t end) {
   if (input.count == 0) return;
   const RowTiles tiles = RowTiles::of(input.count);
-  if constexpr (kIsGrouped<Dot>) {
-    if (input.count <= tuning::kGroupVectorRows) {
-      return multiply_panels<Dot>(linear, input, output, begin, end);
-    }
-    const TileScope scope(group_tile_config<Dot>(tiles));
-    const auto add = [&](const PackedLayout& layout, const char* panel, float* sums) {
-      for_chains<Dot>(
-          layout, panel, [&](int64_t input_at, const char* weights, int64_t depth, bool is_first) {
-            add_groups_by_tiles<Dot>(input, tiles, input_at, weights, depth, is_first, sums);
-          });
-    };
-    multiply_panels<Dot>(linear, input, output, begin, end, add, [](int64_t row) { return row; });
-  } else {
+  if constexpr (!kIsGrouped<Dot>) {
     const TileScope scope(row_tile_config(tiles));
-    const auto add = [&](const PackedLayout& layout, const char* panel,
-                         typename Dot::Scalar* sums) {
-      add_panel_by_tiles<Dot>(input, tiles, panel, layout.depth, sums);
-    };
-    multiply_panels<Dot>(linear, input, output, begin, end, add,
-                         [&](int64_t row) { return tiles.place(row); });
+    if (tiles.count == 1) return multiply_few_rows(panels, input, begin, end);
+    return multiply_many_rows(panels, input, tiles, begin, end);
+  } else if (input.count <= tuning::kGroupVectorRows) {
+    return multiply_by_vectors(panels, input, begin, end);
+  } else {
+    const TileScope scope(group_tile_config<Dot>(tiles));
+    multiply_panels(panels, input.count, begin, end, [&](auto... chain) {
+      add_groups_by_tiles<Dot>(input, tiles, chain...);
+    });
   }
 }
 #endif
@@ -168,10 +138,11 @@ void prepare(const LinearInputRows& input, int64_t begin, int64_t end) {
 void multiply(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
               int64_t begin, int64_t end) {
   with_products(linear.shape.format, [&]<class Dot>(Dot) {
+    const Panels<Dot> panels(linear, input, output);
 #if defined(LMD_SIMD_AVX512_AMX)
-    multiply_panels_by_tiles<Dot>(linear, input, output, begin, end);
+    multiply_by_tiles(panels, input, begin, end);
 #else
-                  multiply_panels<Dot>(linear, input, output, begin, end);
+    multiply_by_vectors(panels, input, begin, end);
 #endif
   });
 }
