@@ -35,6 +35,14 @@ struct RowTiles {
   int64_t repeated(int64_t tile) const { return tile * height - first_row(tile); }
 };
 
+// Rows whose inputs stay in the second cache while panels pass.
+constexpr int64_t matrix_row_block(int64_t row_bytes) {
+  using namespace tuning;
+  if (row_bytes * kMatrixMostRows <= kMatrixBlockBytes) return kMatrixMostRows;
+  const int64_t rows = kMatrixBlockBytes / row_bytes / 32 * 32;
+  return rows < kMatrixLeastRows ? kMatrixLeastRows : rows;
+}
+
 // a: registers 4 and 5, b: 6, c: 0 to 3. A core may be in a state in which a tile load takes the
 // longer, the more registers are in use, from their first load or product until they are zeroed.
 inline TileConfig row_tile_config(const RowTiles& tiles) {
@@ -177,7 +185,7 @@ void multiply_few_rows(const Panels<Dot>& panels, const LinearInput& input, int6
 template <class Dot>
 void multiply_many_rows(const Panels<Dot>& panels, const LinearInput& input, const RowTiles& tiles,
                         int64_t begin, int64_t end) {
-  alignas(64) typename Dot::Scalar sums[tuning::kRowBlock * kTilePanelWidth];
+  alignas(64) typename Dot::Scalar sums[tuning::kMatrixMostRows * kTilePanelWidth];
   alignas(64) char memory[kTileStride];
   const TileDepth depth(panels.layout.depth);
   const int64_t most = tuning::kMatrixChainTiles, pairs = (tiles.count + 1) / 2;

@@ -49,7 +49,10 @@ int64_t prepared_parts(int64_t rows) {
   return std::min<int64_t>(kPreparedParts, (rows + kPreparedRows - 1) / kPreparedRows);
 }
 
-int64_t row_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock; }
+int64_t row_blocks(LinearFormat format, const LinearInput& input) {
+  const int64_t most = linear_kernels_of(format).row_block(format, input.row_bytes);
+  return (input.count + most - 1) / most;
+}
 
 }  // namespace
 
@@ -301,7 +304,7 @@ int64_t packed_linear_panels(const PackedLinearShape& shape) { return layout_of(
 void packed_linear_range(const PackedLinear& linear, const LinearInput& input,
                          const LinearOutput& output, int64_t begin, int64_t end) {
   const LinearKernels& kernels = linear_kernels_of(linear.shape.format);
-  const int64_t blocks = row_blocks(input.count);
+  const int64_t blocks = row_blocks(linear.shape.format, input);
   for (int64_t block = 0; block < blocks; ++block) {
     multiply_block(kernels, linear, input, output, block, blocks, begin, end);
   }
@@ -312,12 +315,12 @@ namespace {
 // multiply(block, blocks, first, last) for the panels [first, last) of each block of rows, on
 // torch's threads; `products` of this shape at a time.
 template <class Multiply>
-void for_blocks(const PackedLinearShape& shape, int64_t rows, int products,
+void for_blocks(const PackedLinearShape& shape, const LinearInput& input, int products,
                 const Multiply& multiply) {
   const PackedLayout layout = layout_of(shape);
-  const int64_t blocks = row_blocks(rows);
+  const int64_t blocks = row_blocks(shape.format, input);
   if (blocks == 0) return;
-  const double rows_of_block = static_cast<double>(rows) / static_cast<double>(blocks);
+  const double rows_of_block = static_cast<double>(input.count) / static_cast<double>(blocks);
   const double panel_bytes = static_cast<double>(layout.panel_bytes);
   const double row_nanoseconds = row_nanoseconds_of_panel(shape, layout);
   const double panel_nanoseconds =
@@ -342,7 +345,7 @@ void for_blocks(const PackedLinearShape& shape, int64_t rows, int products,
 void packed_linear(const PackedLinear& linear, const LinearInput& input,
                    const LinearOutput& output) {
   const LinearKernels& kernels = linear_kernels_of(linear.shape.format);
-  for_blocks(linear.shape, input.count, 1,
+  for_blocks(linear.shape, input, 1,
              [&](int64_t block, int64_t blocks, int64_t first, int64_t last) {
                multiply_block(kernels, linear, input, output, block, blocks, first, last);
              });
@@ -353,7 +356,7 @@ void packed_linear_pair(const PackedLinear& first, const LinearOutput& first_out
                         const LinearInput& input) {
   const LinearKernels& kernels = linear_kernels_of(first.shape.format);
   for_blocks(
-      first.shape, input.count, 2, [&](int64_t block, int64_t blocks, int64_t begin, int64_t end) {
+      first.shape, input, 2, [&](int64_t block, int64_t blocks, int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel) {
           multiply_block(kernels, first, input, first_output, block, blocks, panel, panel + 1);
           multiply_block(kernels, second, input, second_output, block, blocks, panel, panel + 1);

@@ -135,6 +135,16 @@ void prepare(const LinearInputRows& input, int64_t begin, int64_t end) {
   });
 }
 
+int64_t row_block(LinearFormat format, [[maybe_unused]] int64_t row_bytes) {
+  int64_t rows = tuning::kRowBlock;
+#if defined(LMD_SIMD_AVX512_AMX)
+  with_products(format, [&]<class Dot>(Dot) {
+    if constexpr (!kIsGrouped<Dot>) rows = matrix_row_block(row_bytes);
+  });
+#endif
+  return rows;
+}
+
 void multiply(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
               int64_t begin, int64_t end) {
   with_products(linear.shape.format, [&]<class Dot>(Dot) {
@@ -150,6 +160,6 @@ void multiply(const PackedLinear& linear, const LinearInput& input, const Linear
 }  // namespace
 
 extern const LinearKernels linear_kernels;
-const LinearKernels linear_kernels = {tile, pack, prepare, multiply};
+const LinearKernels linear_kernels = {tile, pack, prepare, row_block, multiply};
 
 }  // namespace lmdecode::LMD_SIMD::linear

@@ -26,7 +26,9 @@ struct LinearKernels {
   void (*pack)(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                int64_t in_stride, void* packed, int64_t begin, int64_t end);
   void (*prepare)(const LinearInputRows& input, int64_t begin, int64_t end);
-  // Panels [begin, end), at most kRowBlock rows.
+  // The most rows, of this many bytes, of a call of multiply().
+  int64_t (*row_block)(LinearFormat format, int64_t row_bytes);
+  // Panels [begin, end).
   void (*multiply)(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
                    int64_t begin, int64_t end);
 };

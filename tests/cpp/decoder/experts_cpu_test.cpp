@@ -61,6 +61,9 @@ const LinearKernels linear_kernels = {
     [](const LinearInputRows& input, int64_t begin, int64_t end) {
       emulated_kernels().prepare(input, begin, end);
     },
+    [](LinearFormat format, int64_t row_bytes) {
+      return emulated_kernels().row_block(format, row_bytes);
+    },
     [](const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
        int64_t begin, int64_t end) {
       emulated_kernels().multiply(linear, input, output, begin, end);
@@ -244,8 +247,8 @@ bool is_finite(const std::vector<float>& values) {
 }
 
 const Sizes kSizes[] = {{33, 65}, {70, 37}, {97, 67}};
-// kMoreRows: more than are multiplied together.
-constexpr int64_t kRows = 40, kMoreRows = 150;
+// kMoreRows: more than are multiplied together with groups; kMostRows: without.
+constexpr int64_t kRows = 40, kMoreRows = 150, kMostRows = 530;
 
 // By tiles, for any number of rows of an expert, with one and with two threads: rows of `want`.
 void check_tiles(Layer* layer, const Sizes& sizes, const std::vector<float>& want,
@@ -346,9 +349,9 @@ TEST(experts_of_integers_have_the_bits_of_vectors) {
   const Weights q4_0 = Weights::of_file(GgufType::kQ4_0);
   const auto& product = product_by_vectors;
   for (const Sizes& sizes : kSizes) {
-    const int64_t rows = sizes.model < 70 ? kMoreRows : kRows;
-    check(sizes, {int8, int8, int8}, false, rows, "int8", product);
-    check(sizes, {int4, int4, int4}, true, rows, "int4", product);
+    const bool has_more = sizes.model < 70;
+    check(sizes, {int8, int8, int8}, false, has_more ? kMostRows : kRows, "int8", product);
+    check(sizes, {int4, int4, int4}, true, has_more ? kMoreRows : kRows, "int4", product);
     check(sizes, {rotated4, rotated4, rotated8}, true, kRows, "rotated", product);
     check(sizes, {int4, int8, int8}, false, kRows, "int4 and int8", product);
   }
@@ -361,7 +364,7 @@ TEST(experts_of_bfloat16_have_the_order_of_tiles) {
   const Weights bfloat16 = Weights::of_floats(LinearFormat::kBFloat16);
   for (const Sizes& sizes : kSizes) {
     for (const bool is_clamped : {false, true}) {
-      check(sizes, {bfloat16, bfloat16, bfloat16}, is_clamped, sizes.model < 70 ? kMoreRows : kRows,
+      check(sizes, {bfloat16, bfloat16, bfloat16}, is_clamped, sizes.model < 70 ? kMostRows : kRows,
             "bfloat16", product_in_order_of_tiles);
     }
   }

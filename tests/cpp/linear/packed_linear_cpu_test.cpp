@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "check.h"
-#include "linear/linear_tuning.h"
 #include "linear/packed_linear_kernels.h"
 #include "linear/rotation.h"
 #include "tile_order.h"
@@ -163,10 +162,8 @@ class Call {
       CHECK(!amx_emulation::in_use());
     };
     const auto multiply = [&](int64_t first, int64_t last) {
-      while (last - first > tuning::kRowBlock) {
-        multiply_block(first, first + tuning::kRowBlock);
-        first += tuning::kRowBlock;
-      }
+      const int64_t most = kernels.row_block(format, input.row_bytes);
+      for (; last - first > most; first += most) multiply_block(first, first + most);
       multiply_block(first, last);
     };
     if (row_split > 0) multiply(0, row_split);
@@ -419,7 +416,8 @@ TEST(tiles_add_bfloat16_in_their_order) {
   std::erase_if(cases, [](const Case& shape) { return shape.activation != Activation::kNone; });
   for (int64_t rows = 1; rows <= 130; ++rows)
     cases.push_back({rows, 40 + rows % 64, 1 + rows % 70});
-  cases.push_back({512, 70, 33});
+  cases.push_back({530, 70, 33});
+  cases.push_back({290, 1100, 33});
   cases.push_back({40, 1100, 70});
   unsigned seed = 200;
   for (const Case& shape : cases) {
@@ -438,7 +436,7 @@ TEST(tiles_add_bfloat16_in_their_order) {
 
 TEST(tiles_have_the_bits_of_ints_for_every_number_of_rows) {
   for (const LinearFormat format : kRounded) {
-    for (int64_t rows = 1; rows <= 131; rows += rows < 36 ? 1 : 19) {
+    for (int64_t rows = 1; rows <= 169; rows += rows < 36 ? 1 : 19) {
       const Call call({rows, 40 + rows * 7 % 200, 1 + rows * 5 % 140}, static_cast<unsigned>(rows));
       const std::vector<float> want = call.run(default_::linear::linear_kernels, format);
       for (const Level& level : levels()) {
