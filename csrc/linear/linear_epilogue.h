@@ -1,6 +1,8 @@
-// From sums to y: scales, bias, activation, multiplier, residual; one panel's part of a row at a
+// From sums to y: scales, bias, activation, multiplier, residual; a block of rows of a panel at a
 // time.
 #pragma once
+
+#include <type_traits>
 
 #include "linear/linear_formats.h"
 
@@ -28,96 +30,106 @@ inline F32 activate(F32 x) {
   }
 }
 
-// Sums of int8 products to floats.
-struct Int8Columns {
-  const float* scales;     // [width]
-  const int32_t* offsets;  // [width]
+// Integers with sign.
+inline F32 to_floats(U32 value) {
+#if defined(LMD_SIMD_AVX512)
+  return {_mm512_cvtepi32_ps(value.v)};
+#elif defined(LMD_SIMD_AVX2)
+  return {_mm256_cvtepi32_ps(value.v)};
+#else
+  F32 result;
+  for (int i = 0; i < kLanes; ++i)
+    result.v[i] = static_cast<float>(static_cast<int32_t>(value.v[i]));
+  return result;
+#endif
+}
+
+inline U32 load_integers(const int32_t* p) { return load(reinterpret_cast<const uint32_t*>(p)); }
+
+// Rows [first, first + rows) of the outputs from `column` on, of which there are `left`.
+struct RowEnds {
+  int64_t first, rows, column, left;
+  const float* row_scales;  // of int8 products: of all rows
+  const float* scales;      // likewise, of all outputs
+  const int32_t* offsets;   // likewise: what their sums are too large by
 };
 
-inline F32 sums_to_floats(const float* sums, int, float, const Int8Columns&) { return load(sums); }
-
-inline F32 sums_to_floats(const int32_t* sums, int at, float row_scale,
-                          const Int8Columns& columns) {
-  // Modulo 2^32: the offset of the longest rows takes the sum out of its range and back.
-#if defined(LMD_SIMD_AVX512)
-  const F32 value = {_mm512_cvtepi32_ps(
-      _mm512_sub_epi32(_mm512_loadu_si512(sums), _mm512_loadu_si512(columns.offsets + at)))};
+// Vectors that are finished together, so that their activations overlap: those of a panel.
+#if defined(LMD_SIMD_AVX512) || defined(LMD_SIMD_AVX2)
+template <int64_t kWidth>
+constexpr int kFinishedTogether = static_cast<int>(kWidth / kLanes);
 #else
-  alignas(64) float lane[kLanes];
-  for (int i = 0; i < kLanes; ++i) {
-    const uint32_t offset = static_cast<uint32_t>(columns.offsets[at + i]);
-    lane[i] = static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(sums[i]) - offset));
-  }
-  const F32 value = load(lane);
-#endif
-  return value * (splat(row_scale) * load(columns.scales + at));
-}
-
-inline F32 load_columns(const float* p, int count) {
-  return count >= kLanes ? load(p) : load_part(p, count, 0.0f);
-}
-
-// Vectors that are finished together, so that their activations overlap: with AVX-512 a whole
-// panel, where a call for each row of it would take as long as the epilogue itself.
-#if defined(LMD_SIMD_AVX512)
-constexpr int kFinishedTogether = kPanelVectors;
-#define LMD_INLINE_END __attribute__((always_inline)) inline
-#else
+template <int64_t kWidth>
 constexpr int kFinishedTogether = 1;
-#define LMD_INLINE_END inline
 #endif
 
-// `count` columns from `column` on of row `row`.
-template <Activation kActivation, class Scalar>
-LMD_INLINE_END void finish_columns(const Scalar* sums, int64_t row, int64_t column, int count,
-                                   float row_scale, const Int8Columns& columns,
-                                   const LinearOutput& output) {
-  const auto finish = [&]<int kVectors>(int at, int left) __attribute__((always_inline)) {
-    F32 value[kVectors];
-    const auto each = [&](const auto& change) __attribute__((always_inline)) {
+// sums [rows, kWidth] from the first column on; kVectors vectors, or one, of which part is left.
+template <Activation kActivation, int64_t kWidth, int kVectors, bool kIsPart, class Scalar>
+void finish_vectors(const Scalar* sums, const RowEnds& ends, const LinearOutput& output) {
+  const auto each = [&](const auto& visit) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) change(value[j], j * kLanes);
-    };
-    const auto load_from = [&](const float* p, int i) { return load_columns(p + i, left - i); };
-    each([&](F32& x, int i) { x = sums_to_floats(sums + at + i, at + i, row_scale, columns); });
-    if (output.bias != nullptr) {
-      const float* const bias = output.bias + column + at;
-      each([&](F32& x, int i) { x = x + load_from(bias, i); });
+    for (int j = 0; j < kVectors; ++j) visit(j, j * kLanes);
+  };
+  const auto load_columns = [&](const float* p) __attribute__((always_inline)) {
+    if (kIsPart && ends.left < kLanes) return load_part(p, static_cast<int>(ends.left), 0.0f);
+    return load(p);
+  };
+  F32 bias[kVectors] = {};
+  [[maybe_unused]] F32 scales[kVectors];
+  [[maybe_unused]] U32 minus_offsets[kVectors];
+  each([&](int j, int i) {
+    if (output.bias != nullptr) bias[j] = load_columns(output.bias + ends.column + i);
+    if constexpr (!std::is_same_v<Scalar, float>) {
+      scales[j] = load(ends.scales + ends.column + i);
+      const U32 offsets = load_integers(ends.offsets + ends.column + i);
+      minus_offsets[j] = (offsets ^ splat_u32(0xffffffffu)) + splat_u32(1);
     }
-    each([&](F32& x, int) { x = activate<kActivation>(x); });
+  });
+  for (int64_t row = ends.first; row < ends.first + ends.rows; ++row, sums += kWidth) {
+    F32 value[kVectors];
+    if constexpr (std::is_same_v<Scalar, float>) {
+      each([&](int j, int i) { value[j] = load(sums + i); });
+    } else {
+      // Modulo 2^32: the offset of the longest rows takes the sum out of its range and back.
+      const F32 row_scale = splat(ends.row_scales[row]);
+      each([&](int j, int i) {
+        value[j] = to_floats(load_integers(sums + i) + minus_offsets[j]) * (row_scale * scales[j]);
+      });
+    }
+    if (output.bias != nullptr) each([&](int j, int) { value[j] = value[j] + bias[j]; });
+    each([&](int j, int) { value[j] = activate<kActivation>(value[j]); });
     if (output.multiplier != nullptr) {
-      const float* const by = output.multiplier + row * output.multiplier_stride + column + at;
-      each([&](F32& x, int i) { x = x * load_from(by, i); });
+      const float* const by = output.multiplier + row * output.multiplier_stride + ends.column;
+      each([&](int j, int i) { value[j] = value[j] * load_columns(by + i); });
     }
     if (output.residual != nullptr) {
-      const float* const to = output.residual + row * output.residual_stride + column + at;
-      each([&](F32& x, int i) { x = x + load_from(to, i); });
+      const float* const to = output.residual + row * output.residual_stride + ends.column;
+      each([&](int j, int i) { value[j] = value[j] + load_columns(to + i); });
     }
-    float* const y = output.y + row * output.y_stride + column + at;
-    each([&](const F32& x, int i) {
-      if (left - i >= kLanes) {
-        store(y + i, x);
+    float* const y = output.y + row * output.y_stride + ends.column;
+    each([&](int j, int i) {
+      if (kIsPart && ends.left < kLanes) {
+        store_part(y, value[j], static_cast<int>(ends.left));
       } else {
-        store_part(y + i, x, left - i);
+        store(y + i, value[j]);
       }
     });
-  };
-  int at = 0;
-  if constexpr (kFinishedTogether > 1) {
-    constexpr int kTogether = kFinishedTogether * kLanes;
-    for (; count - at >= kTogether; at += kTogether) {
-      finish.template operator()<kFinishedTogether>(at, kTogether);
-    }
   }
-  for (; at < count; at += kLanes) finish.template operator()<1>(at, count - at);
 }
-#undef LMD_INLINE_END
 
-template <class Scalar>
-inline void finish_row(const Scalar* sums, int64_t row, int64_t column, int count, float row_scale,
-                       const Int8Columns& columns, const LinearOutput& output) {
+template <int64_t kWidth, class Scalar>
+void finish_rows(const Scalar* sums, RowEnds ends, const LinearOutput& output) {
+  constexpr int kVectors = kFinishedTogether<kWidth>, kTogether = kVectors * kLanes;
   const auto finish = [&]<Activation kActivation>() {
-    finish_columns<kActivation>(sums, row, column, count, row_scale, columns, output);
+    const bool is_part = ends.left < kWidth;
+    const int64_t count = is_part ? ends.left : kWidth, step = is_part ? kLanes : kTogether;
+    for (int64_t at = 0; at < count; at += step, ends.column += step, ends.left -= step) {
+      if (is_part) {
+        finish_vectors<kActivation, kWidth, 1, true>(sums + at, ends, output);
+      } else {
+        finish_vectors<kActivation, kWidth, kVectors, false>(sums + at, ends, output);
+      }
+    }
   };
   switch (output.activation) {
     case Activation::kNone:
@@ -152,18 +164,12 @@ class Panels {
 
   // Rows [first, first + rows), whose sums [rows, kWidth] are.
   void finish(const typename Dot::Scalar* sums, int64_t panel, int64_t first, int64_t rows) const {
-    const int64_t column = panel * kWidth;
-    const int64_t left = outputs_ - column;
-    const int count = static_cast<int>(left < kWidth ? left : kWidth);
-    Int8Columns columns = {};
+    RowEnds ends = {first, rows, panel * kWidth, outputs_ - panel * kWidth, input_.scales, {}, {}};
     if constexpr (kIsInt8<Dot>) {
-      columns = {reinterpret_cast<const float*>(base_ + layout.scales_at) + column,
-                 reinterpret_cast<const int32_t*>(base_ + layout.offsets_at) + column};
+      ends.scales = reinterpret_cast<const float*>(base_ + layout.scales_at);
+      ends.offsets = reinterpret_cast<const int32_t*>(base_ + layout.offsets_at);
     }
-    for (int64_t row = first; row < first + rows; ++row, sums += kWidth) {
-      const float scale = kIsInt8<Dot> ? input_.scales[row] : 1.0f;
-      finish_row(sums, row, column, count, scale, columns, output_);
-    }
+    finish_rows<kWidth>(sums, ends, output_);
   }
 
   const PackedLayout layout;

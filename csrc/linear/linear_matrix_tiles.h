@@ -1,5 +1,5 @@
-// Products of a block of rows by tiles of the matrix units: in panels of 32 outputs a step along the
-// depth is a row of two tiles of weights, 128 bytes.
+// Products of a block of rows by tiles of the matrix units: in panels of 32 outputs a step along
+// the depth is a row of two tiles of weights, 128 bytes.
 //
 // A sum starts from 0; each 16 steps (32 bfloat16 numbers, 64 bytes) are one product of tiles, and
 // are added in their order, independent of the rows beside it. The depth is padded with zeros to 16
@@ -97,27 +97,27 @@ inline void add_tiles(const char* const (&input)[2], int64_t row_bytes,
   }
   const auto step = [&](const char* w, [[maybe_unused]] const char* second, int64_t k)
                         __attribute__((always_inline)) {
-    load_tile<6>(w, kStepBytes);
-    if constexpr (kRowTiles == 2) {
-      load_passing_tile<4>(input[0] + k * kMatrixTileBytes, row_bytes);
-    } else {  // all panels read the rows; weights pass
-      load_tile<4>(input[0] + k * kMatrixTileBytes, row_bytes);
-    }
-    multiply.template operator()<0, 4>();
-    if constexpr (kRowTiles == 2) {
-      load_passing_tile<5>(input[1] + k * kMatrixTileBytes, row_bytes);
-      multiply.template operator()<2, 5>();
-    }
-    load_tile<6>(w + kMatrixTileBytes, kStepBytes);
-    if constexpr (kRowTiles == 2) multiply.template operator()<3, 5>();
-    multiply.template operator()<1, 4>();
-    if constexpr (kPanels == 2) {
-      load_tile<6>(second, kStepBytes);
-      multiply.template operator()<2, 4>();
-      load_tile<6>(second + kMatrixTileBytes, kStepBytes);
-      multiply.template operator()<3, 4>();
-    }
-  };
+                          load_tile<6>(w, kStepBytes);
+                          if constexpr (kRowTiles == 2) {
+                            load_passing_tile<4>(input[0] + k * kMatrixTileBytes, row_bytes);
+                          } else {  // all panels read the rows; weights pass
+                            load_tile<4>(input[0] + k * kMatrixTileBytes, row_bytes);
+                          }
+                          multiply.template operator()<0, 4>();
+                          if constexpr (kRowTiles == 2) {
+                            load_passing_tile<5>(input[1] + k * kMatrixTileBytes, row_bytes);
+                            multiply.template operator()<2, 5>();
+                          }
+                          load_tile<6>(w + kMatrixTileBytes, kStepBytes);
+                          if constexpr (kRowTiles == 2) multiply.template operator()<3, 5>();
+                          multiply.template operator()<1, 4>();
+                          if constexpr (kPanels == 2) {
+                            load_tile<6>(second, kStepBytes);
+                            multiply.template operator()<2, 4>();
+                            load_tile<6>(second + kMatrixTileBytes, kStepBytes);
+                            multiply.template operator()<3, 4>();
+                          }
+                        };
   for (int64_t k = 0; k < count; ++k) {
 #pragma GCC unroll 2
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -208,12 +208,11 @@ void multiply_many_rows(const Panels<Dot>& panels, const LinearInput& input, con
           input_of[i] = static_cast<const char*>(input.rows) +
                         tiles.first_row(tile + i) * input.row_bytes + first * kMatrixTileBytes;
         }
-        add_tiles<Dot, kRowTiles, 1>(input_of, input.row_bytes,
-                                     {{weights + first * kTileStride, is_last ? rest : nullptr}, {}},
-                                     last - first, ahead,
-                                     static_cast<int>(kTileLines * pair / pairs),
-                                     static_cast<int>(kTileLines * (pair + 1) / pairs), part == 0,
-                                     sums_of);
+        add_tiles<Dot, kRowTiles, 1>(
+            input_of, input.row_bytes,
+            {{weights + first * kTileStride, is_last ? rest : nullptr}, {}}, last - first, ahead,
+            static_cast<int>(kTileLines * pair / pairs),
+            static_cast<int>(kTileLines * (pair + 1) / pairs), part == 0, sums_of);
         for (int i = 0; is_last && i < kRowTiles; ++i) {
           const int64_t repeated = tiles.repeated(tile + i);
           panels.finish(sums_of[i] + repeated * kTilePanelWidth, panel,

@@ -18,14 +18,15 @@ constexpr int kGroupTileRows = 4;
 constexpr int64_t kGroupChainElements = 2048;
 constexpr int64_t kGroupPrefetchBytes = 12288;
 
-// Products of tiles. Measured on a Sapphire Rapids (docs/internals/kernels.md): the most tiles along
-// the depth that all rows meet before the next, whose weights, 32 KB, stay in L1; bytes of rows that
-// stay in L2 while panels pass, and the least and the most of these rows, multiples of 32.
+// Products of tiles. Measured on a Sapphire Rapids (docs/internals/kernels.md): the most tiles
+// along the depth that all rows meet before the next, whose weights, 32 KB, stay in L1; bytes of
+// rows that stay in L2 while panels pass, and the least and the most of these rows, multiples
+// of 32.
 constexpr int64_t kMatrixChainTiles = 16;
 constexpr int64_t kMatrixBlockBytes = 1 << 20;
 constexpr int64_t kMatrixLeastRows = 64, kMatrixMostRows = 512;
-// Not yet measured: rows up to which weights with groups are multiplied by vectors; how far ahead up
-// to 16 rows fetch; tiles of rows whose sums, 4 KB each, stay in L1 while groups pass.
+// Not yet measured: rows up to which weights with groups are multiplied by vectors; how far ahead
+// up to 16 rows fetch; tiles of rows whose sums, 4 KB each, stay in L1 while groups pass.
 constexpr int64_t kGroupVectorRows = 4;
 constexpr int64_t kMatrixPrefetchBytes = 8192;
 constexpr int64_t kMatrixGroupTiles = 6;

@@ -355,13 +355,12 @@ void packed_linear_pair(const PackedLinear& first, const LinearOutput& first_out
                         const PackedLinear& second, const LinearOutput& second_output,
                         const LinearInput& input) {
   const LinearKernels& kernels = linear_kernels_of(first.shape.format);
-  for_blocks(
-      first.shape, input, 2, [&](int64_t block, int64_t blocks, int64_t begin, int64_t end) {
-        for (int64_t panel = begin; panel < end; ++panel) {
-          multiply_block(kernels, first, input, first_output, block, blocks, panel, panel + 1);
-          multiply_block(kernels, second, input, second_output, block, blocks, panel, panel + 1);
-        }
-      });
+  for_blocks(first.shape, input, 2, [&](int64_t block, int64_t blocks, int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      multiply_block(kernels, first, input, first_output, block, blocks, panel, panel + 1);
+      multiply_block(kernels, second, input, second_output, block, blocks, panel, panel + 1);
+    }
+  });
 }
 
 }  // namespace lmdecode::linear

@@ -76,9 +76,8 @@ void multiply_by_tiles(const Panels<Dot>& panels, const LinearInput& input, int6
     return multiply_by_vectors(panels, input, begin, end);
   } else {
     const TileScope scope(group_tile_config<Dot>(tiles));
-    multiply_panels(panels, input.count, begin, end, [&](auto... chain) {
-      add_groups_by_tiles<Dot>(input, tiles, chain...);
-    });
+    multiply_panels(panels, input.count, begin, end,
+                    [&](auto... chain) { add_groups_by_tiles<Dot>(input, tiles, chain...); });
   }
 }
 #endif
