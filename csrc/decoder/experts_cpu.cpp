@@ -190,8 +190,8 @@ class Experts {
         for (int64_t i = begin; i < end; ++i) piece(i + 1);
       });
     }
-    // In every piece rows begin at the same place: scales of up to 16 rows take as much room, and
-    // one row is rotated at a time.
+    // In every piece rows begin at the same place, one after another, as up to 16 rows lie: their
+    // scales take as much room, and one row is rotated at a time.
     static_assert(kPieceRows <= 16 && kPieceRows <= linear::tuning::kPreparedRows);
     const auto row_input = [&](int64_t row) {
       const int64_t number = is_in_place ? 0 : row / kPieceRows;

@@ -20,27 +20,40 @@ constexpr int64_t kTilePanelWidth = 2 * kMatrixTileColumns;
 constexpr int64_t kStepBytes = 4 * kTilePanelWidth;
 constexpr int64_t kTileStride = kTileSteps * kStepBytes;  // of two tiles of weights
 
-// Rows in tiles of the same height, so that one configuration serves them. The last tile ends with
-// the rows, and may begin within the one before it: these rows are computed twice.
+// Rows in tiles of the same height, so that one configuration serves them. Where rows lie one after
+// another the last tile ends with the rows, and may begin within the one before it: these rows are
+// computed twice. Where they lie in tiles (LinearInput) it may have more rows than there are.
 struct RowTiles {
-  int64_t rows = 0, count = 0, height = 0;
+  int64_t rows, count, height;
+  int64_t row_stride, step;  // bytes from row to row of a tile, and along the depth
 
-  static RowTiles of(int64_t rows) {
-    RowTiles tiles = {rows, (rows + kMatrixTileRows - 1) / kMatrixTileRows, 0};
-    if (rows > 0) tiles.height = (rows + tiles.count - 1) / tiles.count;
-    return tiles;
+  static RowTiles of(const LinearInput& input) {
+    if (input.tile_rows > 0) {
+      const int64_t height = input.tile_rows;
+      return {input.count, (input.count + height - 1) / height, height, kMatrixTileBytes,
+              height * kMatrixTileBytes};
+    }
+    const int64_t count = (input.count + kMatrixTileRows - 1) / kMatrixTileRows;
+    return {input.count, count, (input.count + count - 1) / count, input.row_bytes,
+            kMatrixTileBytes};
   }
-  int64_t first_row(int64_t tile) const { return tile + 1 < count ? tile * height : rows - height; }
+  bool is_laid() const { return step > kMatrixTileBytes; }
+  int64_t first_row(int64_t tile) const {
+    return tile + 1 < count || is_laid() ? tile * height : rows - height;
+  }
   // Rows of a tile that the one before it has.
   int64_t repeated(int64_t tile) const { return tile * height - first_row(tile); }
 };
 
-// Rows whose inputs stay in the second cache while panels pass.
-constexpr int64_t matrix_row_block(int64_t row_bytes) {
+// Blocks of rows whose inputs stay in the second cache while panels pass; more than 16 rows lie in
+// tiles.
+inline LinearRowCut cut_to_tiles(int64_t row_bytes, int64_t rows) {
   using namespace tuning;
-  if (row_bytes * kMatrixMostRows <= kMatrixBlockBytes) return kMatrixMostRows;
-  const int64_t rows = kMatrixBlockBytes / row_bytes / 32 * 32;
-  return rows < kMatrixLeastRows ? kMatrixLeastRows : rows;
+  int64_t block = kMatrixMostRows;
+  if (row_bytes * block > kMatrixBlockBytes) block = kMatrixBlockBytes / row_bytes / 32 * 32;
+  if (block < kMatrixLeastRows) block = kMatrixLeastRows;
+  if (rows <= kMatrixTileRows) return {block, 0};
+  return {block, RowTiles::of({nullptr, nullptr, row_bytes, rows}).height};
 }
 
 // a: registers 4 and 5, b: 6, c: 0 to 3. A core may be in a state in which a tile load takes the
@@ -62,7 +75,7 @@ struct WeightTiles {
 // and a panel, or of a tile of rows and two panels. The tiles along the depth are `count` and the
 // rest. Meanwhile lines [first_line, last_line) from ahead(panel, tile) on are fetched.
 template <class Dot, int kRowTiles, int kPanels, class Ahead>
-inline void add_tiles(const char* const (&input)[2], int64_t row_bytes,
+inline void add_tiles(const char* const (&input)[2], const RowTiles& rows,
                       const WeightTiles (&weights)[2], int64_t count, const Ahead& ahead,
                       int first_line, int last_line, bool is_first,
                       typename Dot::Scalar* const (&sums)[2]) {
@@ -95,30 +108,31 @@ inline void add_tiles(const char* const (&input)[2], int64_t row_bytes,
     zero_tile<3>();
     zero_tile<5>();
   }
-  const auto step = [&](const char* w, [[maybe_unused]] const char* second, int64_t k)
-                        __attribute__((always_inline)) {
-                          load_tile<6>(w, kStepBytes);
-                          if constexpr (kRowTiles == 2) {
-                            load_passing_tile<4>(input[0] + k * kMatrixTileBytes, row_bytes);
-                          } else {  // all panels read the rows; weights pass
-                            load_tile<4>(input[0] + k * kMatrixTileBytes, row_bytes);
-                          }
-                          multiply.template operator()<0, 4>();
-                          if constexpr (kRowTiles == 2) {
-                            load_passing_tile<5>(input[1] + k * kMatrixTileBytes, row_bytes);
-                            multiply.template operator()<2, 5>();
-                          }
-                          load_tile<6>(w + kMatrixTileBytes, kStepBytes);
-                          if constexpr (kRowTiles == 2) multiply.template operator()<3, 5>();
-                          multiply.template operator()<1, 4>();
-                          if constexpr (kPanels == 2) {
-                            load_tile<6>(second, kStepBytes);
-                            multiply.template operator()<2, 4>();
-                            load_tile<6>(second + kMatrixTileBytes, kStepBytes);
-                            multiply.template operator()<3, 4>();
-                          }
-                        };
-  for (int64_t k = 0; k < count; ++k) {
+  const int64_t stride = rows.row_stride, along = rows.step;
+  const auto step = [&](const char* w, const char* v, int64_t at) __attribute__((always_inline)) {
+    load_tile<6>(w, kStepBytes);
+    if constexpr (kRowTiles == 2) {
+      load_passing_tile<4>(input[0] + at, stride);
+    } else {  // all panels read the rows; weights pass
+      load_tile<4>(input[0] + at, stride);
+    }
+    multiply.template operator()<0, 4>();
+    if constexpr (kRowTiles == 2) {
+      load_passing_tile<5>(input[1] + at, stride);
+      multiply.template operator()<2, 5>();
+    }
+    load_tile<6>(w + kMatrixTileBytes, kStepBytes);
+    if constexpr (kRowTiles == 2) multiply.template operator()<3, 5>();
+    multiply.template operator()<1, 4>();
+    if constexpr (kPanels == 2) {
+      load_tile<6>(v, kStepBytes);
+      multiply.template operator()<2, 4>();
+      load_tile<6>(v + kMatrixTileBytes, kStepBytes);
+      multiply.template operator()<3, 4>();
+    }
+  };
+  int64_t at = 0;
+  for (int64_t k = 0; k < count; ++k, at += along) {
 #pragma GCC unroll 2
     for (int panel = 0; panel < kPanels; ++panel) {
       const char* const from = ahead(panel, k);
@@ -126,9 +140,9 @@ inline void add_tiles(const char* const (&input)[2], int64_t row_bytes,
         __builtin_prefetch(from + i * kMatrixTileBytes, 0, 2);
       }
     }
-    step(weights[0].first + k * kTileStride, weights[1].first + k * kTileStride, k);
+    step(weights[0].first + k * kTileStride, weights[1].first + k * kTileStride, at);
   }
-  if (weights[0].rest != nullptr) step(weights[0].rest, weights[1].rest, count);
+  if (weights[0].rest != nullptr) step(weights[0].rest, weights[1].rest, at);
   each([&]<int kTile>(typename Dot::Scalar* to) { store_tile<kTile>(to, kSumStride); });
 }
 
@@ -153,8 +167,8 @@ constexpr int kTileLines = static_cast<int>(kTileStride / kMatrixTileBytes);
 // Up to 16 rows meet two panels at a time, whose weights are read once, each in the order of the
 // memory.
 template <class Dot>
-void multiply_few_rows(const Panels<Dot>& panels, const LinearInput& input, int64_t begin,
-                       int64_t end) {
+void multiply_few_rows(const Panels<Dot>& panels, const LinearInput& input, const RowTiles& tiles,
+                       int64_t begin, int64_t end) {
   constexpr int64_t kAhead = tuning::kMatrixPrefetchBytes / (2 * kTileStride);
   alignas(64) typename Dot::Scalar sums[2][kMatrixTileRows * kTilePanelWidth];
   alignas(64) char rests[2][kTileStride];
@@ -171,8 +185,8 @@ void multiply_few_rows(const Panels<Dot>& panels, const LinearInput& input, int6
       const char* const from = behind < 0 ? weights[i].first : panels.at(panel + i + kPanels);
       return from + (behind < 0 ? tile : behind) * kTileStride;
     };
-    add_tiles<Dot, 1, kPanels>({rows, rows}, input.row_bytes, weights, depth.whole, ahead, 0,
-                               kTileLines, true, {sums[0], sums[1]});
+    add_tiles<Dot, 1, kPanels>({rows, rows}, tiles, weights, depth.whole, ahead, 0, kTileLines,
+                               true, {sums[0], sums[1]});
     for (int i = 0; i < kPanels; ++i) panels.finish(sums[i], panel + i, 0, input.count);
   };
   int64_t panel = begin;
@@ -206,17 +220,16 @@ void multiply_many_rows(const Panels<Dot>& panels, const LinearInput& input, con
         const char* input_of[2] = {};
         for (int i = 0; i < kRowTiles; ++i) {
           input_of[i] = static_cast<const char*>(input.rows) +
-                        tiles.first_row(tile + i) * input.row_bytes + first * kMatrixTileBytes;
+                        tiles.first_row(tile + i) * input.row_bytes + first * tiles.step;
         }
         add_tiles<Dot, kRowTiles, 1>(
-            input_of, input.row_bytes,
-            {{weights + first * kTileStride, is_last ? rest : nullptr}, {}}, last - first, ahead,
-            static_cast<int>(kTileLines * pair / pairs),
+            input_of, tiles, {{weights + first * kTileStride, is_last ? rest : nullptr}, {}},
+            last - first, ahead, static_cast<int>(kTileLines * pair / pairs),
             static_cast<int>(kTileLines * (pair + 1) / pairs), part == 0, sums_of);
         for (int i = 0; is_last && i < kRowTiles; ++i) {
-          const int64_t repeated = tiles.repeated(tile + i);
-          panels.finish(sums_of[i] + repeated * kTilePanelWidth, panel,
-                        tiles.first_row(tile + i) + repeated, tiles.height - repeated);
+          const int64_t row = (tile + i) * tiles.height, left = tiles.rows - row;
+          panels.finish(sums_of[i] + tiles.repeated(tile + i) * kTilePanelWidth, panel, row,
+                        left < tiles.height ? left : tiles.height);
         }
       };
       for (int64_t pair = 0; pair < tiles.count / 2; ++pair) add.template operator()<2>(pair);

@@ -6,6 +6,9 @@
 #include "linear/linear_group_products.h"
 #include "linear/packed_linear_kernels.h"
 #include "linear/rotation.h"
+#if defined(LMD_SIMD_AVX512_AMX)
+#include "simd/matrix_tiles.h"
+#endif
 
 // A row of x, rotated as linear/rotation.h says, by vectors.
 
@@ -196,44 +199,53 @@ inline uint32_t largest_magnitude_bits(const LinearInputRows& input, int64_t row
 
 // kLanes elements, quantised, as bytes raised by 128 or as 16 bits.
 template <class Dot>
-inline void store_quantised(char* row, int64_t at, F32 value, float factor) {
+inline void store_quantised(char* to, F32 value, float factor) {
 #if defined(LMD_SIMD_AVX512)
   const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(value.v, _mm512_set1_ps(factor)));
   if constexpr (Dot::kValues == 4) {
     const __m512i raised = _mm512_add_epi32(whole, _mm512_set1_epi32(Dot::kInputOffset));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + at), _mm512_cvtepi32_epi8(raised));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(raised));
   } else {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + 2 * at), _mm512_cvtepi32_epi16(whole));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(whole));
   }
 #else
   alignas(64) float lane[kLanes];
   store(lane, round_even(value * splat(factor)));
-  int16_t* to = reinterpret_cast<int16_t*>(row) + at;
-  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<int16_t>(lane[i]);
+  int16_t* const words = reinterpret_cast<int16_t*>(to);
+  for (int i = 0; i < kLanes; ++i) words[i] = static_cast<int16_t>(lane[i]);
 #endif
 }
 
 // largest: where it is known, the bits of the row's largest magnitude.
 template <class Dot>
 void prepare_row(const LinearInputRows& input, int64_t row, const uint32_t* largest) {
+#if defined(LMD_SIMD_AVX512_AMX)
+  const int64_t height = input.tile_rows > 0 ? input.tile_rows : 1, in_tile = row % height;
+  char* const to = input.rows + (row - in_tile) * input.row_bytes + in_tile * kMatrixTileBytes;
+  const auto place = [&](int64_t byte) {
+    return to + byte / kMatrixTileBytes * height * kMatrixTileBytes + byte % kMatrixTileBytes;
+  };
+#else
   char* const to = input.rows + row * input.row_bytes;
+  const auto place = [&](int64_t byte) { return to + byte; };
+#endif
   if constexpr (kIsInt8<Dot>) {
     const Int8Scale scale =
         Int8Scale::of(largest != nullptr ? *largest : largest_magnitude_bits(input, row));
     input.scales[row] = scale.scale;
     for (int64_t at = 0; at < input.in_features; at += kLanes) {
       const F32 value = scale.factor == 0.0f ? splat(0.0f) : load_input(input, row, at);
-      store_quantised<Dot>(to, at, value, scale.factor);
+      store_quantised<Dot>(place(Dot::kValues == 4 ? at : 2 * at), value, scale.factor);
     }
   } else {
     for (int64_t at = 0; at < input.in_features; at += kLanes) {
       const F32 value = load_input(input, row, at);
       if constexpr (Dot::kValues == 1) {
-        store(reinterpret_cast<float*>(to) + at, value);
+        store(reinterpret_cast<float*>(place(4 * at)), value);
       } else if constexpr (Dot::kPhases == 2) {
-        store(reinterpret_cast<float*>(to) + at, round_to_bfloat16(value));
+        store(reinterpret_cast<float*>(place(4 * at)), round_to_bfloat16(value));
       } else {
-        store_all(reinterpret_cast<BFloat16*>(to) + at, value);
+        store_all(reinterpret_cast<BFloat16*>(place(2 * at)), value);
       }
     }
   }
@@ -241,7 +253,7 @@ void prepare_row(const LinearInputRows& input, int64_t row, const uint32_t* larg
   // Tiles take whole cache lines of a row.
   const int64_t vectors = (input.in_features + kLanes - 1) / kLanes;
   const int64_t used = vectors * kLanes * (kIsInt8<Dot> ? 1 : 2);
-  __builtin_memset(to + used, 0, static_cast<size_t>(input.row_bytes - used));
+  __builtin_memset(place(used), 0, static_cast<size_t>(input.row_bytes - used));
 #endif
 }
 

@@ -137,10 +137,14 @@ struct LinearInput {
   const float* scales = nullptr;  // int8 without groups: [count]
   int64_t row_bytes = 0;
   int64_t count = 0;
+  // Not 0: rows lie in tiles [count / tile_rows, row_bytes / 64, tile_rows, 64], the last one
+  // filled up.
+  int64_t tile_rows = 0;
 
+  // begin: where a tile begins.
   LinearInput slice(int64_t begin, int64_t end) const {
     return {static_cast<const char*>(rows) + begin * row_bytes,
-            scales == nullptr ? nullptr : scales + begin, row_bytes, end - begin};
+            scales == nullptr ? nullptr : scales + begin, row_bytes, end - begin, tile_rows};
   }
 };
 

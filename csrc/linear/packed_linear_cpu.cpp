@@ -36,11 +36,14 @@ LinearOutput rows_of(const LinearOutput& output, int64_t begin) {
   return rows;
 }
 
-// The block-th of `blocks` parts, of about the same size, of the rows.
+// The block-th of `blocks` parts, of about the same size, of the rows; of pairs of tiles, where
+// rows lie in tiles.
 void multiply_block(const LinearKernels& kernels, const PackedLinear& linear,
                     const LinearInput& input, const LinearOutput& output, int64_t block,
                     int64_t blocks, int64_t begin, int64_t end) {
-  const int64_t first = input.count * block / blocks, last = input.count * (block + 1) / blocks;
+  const int64_t unit = input.tile_rows > 0 ? 2 * input.tile_rows : 1;
+  const int64_t units = (input.count + unit - 1) / unit, first = units * block / blocks * unit;
+  const int64_t last = std::min(input.count, units * (block + 1) / blocks * unit);
   kernels.multiply(linear, input.slice(first, last), rows_of(output, first), begin, end);
 }
 
@@ -50,7 +53,7 @@ int64_t prepared_parts(int64_t rows) {
 }
 
 int64_t row_blocks(LinearFormat format, const LinearInput& input) {
-  const int64_t most = linear_kernels_of(format).row_block(format, input.row_bytes);
+  const int64_t most = linear_kernels_of(format).cut(format, input.row_bytes, input.count).block;
   return (input.count + most - 1) / most;
 }
 
@@ -234,10 +237,13 @@ void read_packed_row(const PackedLinear& linear, int64_t output, float* row) {
 size_t linear_input_bytes(LinearFormat format, int64_t in_features, int64_t rows,
                           int64_t element_stride) {
   if (format == LinearFormat::kFloat32 && element_stride == 1) return 0;
+  const int64_t row_bytes = input_row_bytes(format, in_features);
+  const int64_t tile = linear_kernels_of(format).cut(format, row_bytes, rows).tile;
+  const int64_t filled_rows = tile > 0 ? (rows + tile - 1) / tile * tile : rows;
   const size_t scales = is_int8_row(format) ? rounded_up(4 * rows) : 0;
   const size_t parts = is_rotated(format) ? static_cast<size_t>(prepared_parts(rows)) : 0;
   return scales + parts * rounded_up(4 * in_features) +
-         static_cast<size_t>(rows * input_row_bytes(format, in_features));
+         static_cast<size_t>(filled_rows * row_bytes);
 }
 
 size_t most_linear_input_bytes(int64_t in_features, int64_t rows) {
@@ -262,6 +268,7 @@ LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t ro
   input.element_stride = element_stride;
   input.in_features = in_features;
   input.row_bytes = input_row_bytes(format, in_features);
+  input.tile_rows = linear_kernels_of(format).cut(format, input.row_bytes, rows).tile;
   input.rows = static_cast<char*>(memory);
   if (is_int8_row(format)) {
     input.scales = static_cast<float*>(memory);
@@ -283,7 +290,7 @@ LinearInput prepare_linear_input(LinearFormat format, const float* x, int64_t ro
     }
   };
   parallel_rows(parts, nanoseconds, prepare, tuning::kTaskNanoseconds);
-  return {input.rows, input.scales, input.row_bytes, rows};
+  return {input.rows, input.scales, input.row_bytes, rows, input.tile_rows};
 }
 
 namespace {

@@ -67,10 +67,10 @@ template <class Dot>
 void multiply_by_tiles(const Panels<Dot>& panels, const LinearInput& input, int64_t begin,
                        int64_t end) {
   if (input.count == 0) return;
-  const RowTiles tiles = RowTiles::of(input.count);
+  const RowTiles tiles = RowTiles::of(input);
   if constexpr (!kIsGrouped<Dot>) {
     const TileScope scope(row_tile_config(tiles));
-    if (tiles.count == 1) return multiply_few_rows(panels, input, begin, end);
+    if (tiles.count == 1) return multiply_few_rows(panels, input, tiles, begin, end);
     return multiply_many_rows(panels, input, tiles, begin, end);
   } else if (input.count <= tuning::kGroupVectorRows) {
     return multiply_by_vectors(panels, input, begin, end);
@@ -134,14 +134,12 @@ void prepare(const LinearInputRows& input, int64_t begin, int64_t end) {
   });
 }
 
-int64_t row_block(LinearFormat format, [[maybe_unused]] int64_t row_bytes) {
-  int64_t rows = tuning::kRowBlock;
+LinearRowCut cut([[maybe_unused]] LinearFormat format, [[maybe_unused]] int64_t row_bytes,
+                 [[maybe_unused]] int64_t rows) {
 #if defined(LMD_SIMD_AVX512_AMX)
-  with_products(format, [&]<class Dot>(Dot) {
-    if constexpr (!kIsGrouped<Dot>) rows = matrix_row_block(row_bytes);
-  });
+  if (!is_grouped(format)) return cut_to_tiles(row_bytes, rows);
 #endif
-  return rows;
+  return {tuning::kRowBlock, 0};
 }
 
 void multiply(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
@@ -159,6 +157,6 @@ void multiply(const PackedLinear& linear, const LinearInput& input, const Linear
 }  // namespace
 
 extern const LinearKernels linear_kernels;
-const LinearKernels linear_kernels = {tile, pack, prepare, row_block, multiply};
+const LinearKernels linear_kernels = {tile, pack, prepare, cut, multiply};
 
 }  // namespace lmdecode::LMD_SIMD::linear

@@ -15,8 +15,15 @@ struct LinearInputRows {
   int64_t in_features;
   char* rows;  // [rows, row_bytes], aligned to 64
   int64_t row_bytes;
-  float* scales;   // int8 without groups: [rows]
-  float* rotated;  // where x is rotated: [in_features], scratch
+  float* scales;          // int8 without groups: [rows]
+  float* rotated;         // where x is rotated: [in_features], scratch
+  int64_t tile_rows = 0;  // as of LinearInput
+};
+
+// How rows are cut for products.
+struct LinearRowCut {
+  int64_t block;  // the most rows of a call of multiply()
+  int64_t tile;   // how many rows lie in a tile; 0: rows lie one after another
 };
 
 struct LinearKernels {
@@ -26,8 +33,7 @@ struct LinearKernels {
   void (*pack)(const PackedLinearShape& shape, const float* weight, int64_t out_stride,
                int64_t in_stride, void* packed, int64_t begin, int64_t end);
   void (*prepare)(const LinearInputRows& input, int64_t begin, int64_t end);
-  // The most rows, of this many bytes, of a call of multiply().
-  int64_t (*row_block)(LinearFormat format, int64_t row_bytes);
+  LinearRowCut (*cut)(LinearFormat format, int64_t row_bytes, int64_t rows);
   // Panels [begin, end).
   void (*multiply)(const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
                    int64_t begin, int64_t end);

@@ -61,8 +61,8 @@ const LinearKernels linear_kernels = {
     [](const LinearInputRows& input, int64_t begin, int64_t end) {
       emulated_kernels().prepare(input, begin, end);
     },
-    [](LinearFormat format, int64_t row_bytes) {
-      return emulated_kernels().row_block(format, row_bytes);
+    [](LinearFormat format, int64_t row_bytes, int64_t rows) {
+      return emulated_kernels().cut(format, row_bytes, rows);
     },
     [](const PackedLinear& linear, const LinearInput& input, const LinearOutput& output,
        int64_t begin, int64_t end) {

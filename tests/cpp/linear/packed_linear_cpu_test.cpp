@@ -138,13 +138,17 @@ class Call {
     const int64_t row_stride = shape_.inputs * shape_.element_stride;
     LinearInput input = {x_.get(), nullptr, 4 * row_stride, shape_.rows};
     const int64_t row_bytes = (layout.depth * tile.input_bytes + 63) / 64 * 64;
-    const Memory<char> prepared(shape_.rows * row_bytes);
+    // In tiles, if so the level wants them; but one after another where they are split within one.
+    const LinearRowCut cut = kernels.cut(format, row_bytes, shape_.rows);
+    const int64_t height = row_split == 0 && cut.tile > 0 ? cut.tile : 1;
+    const Memory<char> prepared((shape_.rows + height - 1) / height * height * row_bytes);
     const Memory<float> scales(shape_.rows), rotated(shape_.inputs);
     if (format != LinearFormat::kFloat32 || shape_.element_stride != 1) {
-      kernels.prepare({format, x_.get(), row_stride, shape_.element_stride, shape_.inputs,
-                       prepared.get(), row_bytes, scales.get(), rotated.get()},
-                      0, shape_.rows);
-      input = {prepared.get(), scales.get(), row_bytes, shape_.rows};
+      kernels.prepare(
+          {format, x_.get(), row_stride, shape_.element_stride, shape_.inputs, prepared.get(),
+           row_bytes, scales.get(), rotated.get(), height > 1 ? height : 0},
+          0, shape_.rows);
+      input = {prepared.get(), scales.get(), row_bytes, shape_.rows, height > 1 ? height : 0};
     }
     const Memory<float> y(shape_.rows * shape_.outputs);
     std::copy_n(residual_.get(), shape_.rows * shape_.outputs, y.get());
@@ -162,7 +166,7 @@ class Call {
       CHECK(!amx_emulation::in_use());
     };
     const auto multiply = [&](int64_t first, int64_t last) {
-      const int64_t most = kernels.row_block(format, input.row_bytes);
+      const int64_t most = cut.block / height * height;
       for (; last - first > most; first += most) multiply_block(first, first + most);
       multiply_block(first, last);
     };
