@@ -30,8 +30,8 @@ MODEL = "A, 6 layers"
 PARTS = {
     # Each is named by what occurs in its functions' names; the first that does counts.
     "attention": r"::attention::",
-    "products": r"\badd_(chain|groups|panel|tiles)",
-    "their ends": r"multiply_panels|\bfinish_(row|columns)",
+    "products": r"\badd_(chain|groups|tiles)|multiply_(few|many)_rows",
+    "their ends": r"multiply_panels|\bfinish_(rows|vectors)",
     "rounding of rows": r"\bprepare|rotate_input",
     "norms": r"_norm_|scale_row",
     "rest": "",

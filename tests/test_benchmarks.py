@@ -287,10 +287,10 @@ def test_parts_of_a_prompt_by_the_names_of_functions() -> None:
 
     report = """
 # Overhead;Shared Object;Symbol
- 40.00%  ;_C.so           ;[.] void lmdecode::avx512_amx::linear::add_panel_by_tiles<...>
+ 40.00%  ;_C.so           ;[.] void lmdecode::avx512_amx::linear::multiply_many_rows<...>
  20.00%  ;_C.so           ;[.] lmdecode::avx512_bf16::linear::add_chain<BFloat16Pairs, 6, 0>
   8.00%  ;_C.so           ;[.] lmdecode::avx512_vnni::linear::multiply_panels<Int8Quads>
-  7.00%  ;_C.so           ;[.] lmdecode::avx512_vnni::linear::finish_row<float>
+  7.00%  ;_C.so           ;[.] lmdecode::avx512_vnni::linear::finish_vectors<...>
   6.00%  ;_C.so           ;[.] lmdecode::avx512_bf16::attention::TileAttention<...>::run_strip
   5.00%  ;_C.so           ;[.] lmdecode::avx512_vnni::linear::(anonymous namespace)::prepare
   4.00%  ;_C.so           ;[.] lmdecode::avx512::linear::rms_norm_rows
