@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from tqdm import tqdm
 
+from benchmarks import core_state
 from benchmarks.timing import CacheEvictor, Timing, interleaved
 
 OURS = "lmdecode"
@@ -82,6 +83,8 @@ class Case:
         See ``interleaved``; None: "thread" with one thread, "wall" with several.
     effort
         How long to measure, where it differs from the run's.
+    has_tiles
+        Whether its kernels multiply tiles, where there are: the core's states are then told apart.
     """
 
     group: str
@@ -92,6 +95,7 @@ class Case:
     threads: int | None = None
     clock: str | None = None
     effort: Effort | None = None
+    has_tiles: bool = False
 
     @property
     def key(self) -> str:
@@ -149,6 +153,7 @@ class Result:
                     "minimum_us": timing.minimum * 1e6,
                     "median_us": timing.median * 1e6,
                     "calls": len(timing.samples),
+                    **{s: timing.in_state(s) for s in core_state.STATES if timing.states},
                 }
                 for name, timing in self.timings.items()
             },
@@ -187,12 +192,14 @@ def run_case(
         rewarm={c.name: c.rewarm for c in contestants if c.rewarm and case.caches == "cold"},
         threads={c.name: c.threads for c in contestants if c.threads is not None},
         on_turn=on_turn,
+        # It tells of the core of this thread alone.
+        probe=core_state.probe() if case.has_tiles and not several else None,
     )
     for name, (_, steps) in shorter.items():
         start = timings.pop(f"{name}, shorter").minimum
         # Of very small calls the difference may be one of noise.
         of_steps = (max((s - start) / steps, 1e-9) for s in timings[name].samples)
-        timings[name] = Timing(tuple(of_steps))
+        timings[name] = replace(timings[name], samples=tuple(of_steps))
     complete = {c.name: c.complete for c in contestants}
     return Result(case, case.threads or threads, timings, complete)
 

@@ -15,19 +15,15 @@ copy of one contiguous row does: 29 GB/s; no library here is faster.
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import lmdecode
+from benchmarks.attention.peak import compiled
 
 _COPY_CHUNK = 128 << 20  # more than caches hold
 _ABSENT = 0x7FC12345  # a NaN in float32 and, by its upper half, in bfloat16
@@ -60,18 +56,10 @@ typedef long long vector __attribute__((vector_size(64), aligned(1)));
 @cache
 def _compiled_readers() -> list[Callable[[int, int], object]]:
     """Return readers of so many bytes from an address; none without a compiler."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        return []
     lines = [f"READER({streams}, {ahead})" for streams, ahead in _STREAMS]
-    with tempfile.TemporaryDirectory() as folder:
-        file, path = Path(folder) / "readers.c", Path(folder) / "readers.so"
-        file.write_text("\n".join([_READERS, *lines, ""]))
-        command = [compiler, "-O3", "-march=native", "-w", "-shared", "-fPIC", "-x", "c"]
-        done = subprocess.run([*command, str(file), "-o", str(path)], check=False)
-        if done.returncode != 0:
-            return []
-        library = ctypes.CDLL(str(path))
+    library = compiled("\n".join([_READERS, *lines, ""]), "-O3", "-march=native", "-w")
+    if library is None:
+        return []
     readers = [getattr(library, f"read_{streams}_{ahead}") for streams, ahead in _STREAMS]
     for reader in readers:
         reader.restype = ctypes.c_long

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import statistics
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +15,10 @@ from pathlib import Path
 import torch
 
 import lmdecode
+from benchmarks.core_state import STATES
 from benchmarks.goals import GoalOutcome
 from benchmarks.harness import LIMIT, OURS, Result
+from benchmarks.timing import Timing
 
 START, END = "<!-- results: written by python -m benchmarks -->", "<!-- end of results -->"
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,6 +124,12 @@ def _times(value: float | None) -> str:
     return "-" if value is None else _number(value) + "x"
 
 
+def _in_state(timing: Timing | None, state: str) -> str:
+    """Write the median of a state of the core, and of how many calls."""
+    seconds = timing.in_state(state) if timing is not None and timing.states else ()
+    return f"{_number(statistics.median(seconds) * 1e6)} ({len(seconds)})" if seconds else "-"
+
+
 def results_table(results: list[Result]) -> str:
     """Make the table of one group of cases: one row a case."""
     peers = list(
@@ -129,6 +138,12 @@ def results_table(results: list[Result]) -> str:
         )
     )
     shape_names = list(results[0].case.shape)
+    asked = dict.fromkeys(
+        name for result in results for name, timing in result.timings.items() if timing.states
+    )
+    states = {
+        f"{name}, {state} core us (calls)": (name, state) for state in STATES for name in asked
+    }
     head = ["case", *shape_names, "caches", "ours us (median)", "limit us", "of limit"]
     rows = []
     for result in results:
@@ -145,9 +160,10 @@ def results_table(results: list[Result]) -> str:
                 "-" if share is None else f"{100 / share:.0f}%",
                 "-" if best is None else f"{_times(best[1])} {best[0]}",
                 *(_times(result.ratio(peer)) for peer in peers),
+                *(_in_state(result.timings.get(name), state) for name, state in states.values()),
             ]
         )
-    return markdown_table([*head, "best peer", *peers], rows, 1)
+    return markdown_table([*head, "best peer", *peers, *states], rows, 1)
 
 
 def goals_table(outcomes: list[GoalOutcome]) -> str:

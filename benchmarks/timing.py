@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.core_state import state_of
+
 __all__ = ["CacheEvictor", "Timing", "interleaved"]
 
 _CLOCKS = {
@@ -33,9 +35,12 @@ class Timing:
     ----------
     samples
         Seconds, in the order of the calls.
+    states
+        Of the core in each of them, see ``core_state``; none where they were not asked for.
     """
 
     samples: tuple[float, ...]
+    states: tuple[str, ...] = ()
 
     @property
     def minimum(self) -> float:
@@ -46,6 +51,10 @@ class Timing:
     def median(self) -> float:
         """Seconds of the middle call."""
         return statistics.median(self.samples)
+
+    def in_state(self, state: str) -> tuple[float, ...]:
+        """Return the samples of one state of the core."""
+        return tuple(s for s, of in zip(self.samples, self.states, strict=True) if of == state)
 
 
 class CacheEvictor:
@@ -76,6 +85,7 @@ def interleaved(
     rewarm: Mapping[str, Callable[[], object]] | None = None,
     threads: Mapping[str, int] | None = None,
     on_turn: Callable[[float], None] | None = None,
+    probe: Callable[[], float] | None = None,
 ) -> dict[str, Timing]:
     """Time several calls in turns, so that what disturbs the machine disturbs all of them alike.
 
@@ -111,6 +121,8 @@ def interleaved(
     on_turn
         Called after each turn with the share of the work done since its last call, for a progress
         bar; the shares add up to 1.
+    probe
+        Called right before and right after each timed call: ``core_state.probe()``.
 
     Returns
     -------
@@ -130,6 +142,7 @@ def interleaved(
     threads = threads or {}
     rewarm = rewarm or {}
     samples: dict[str, list[int]] = {name: [] for name in contestants}
+    states: dict[str, list[str]] = {name: [] for name in contestants}
 
     def turn(name: str, calls: int, warm_up: bool) -> None:
         call, prepare = contestants[name], rewarm.get(name)
@@ -147,9 +160,12 @@ def interleaved(
             if now is None:
                 record(round(call() * 1e9))  # type: ignore[operator]
                 continue
+            before = 0.0 if probe is None else probe()
             start = now()
             call()
             record(now() - start)
+            if probe is not None:
+                states[name].append(state_of(before, probe()))
 
     was_collecting = gc.isenabled()
     gc.disable()
@@ -161,6 +177,7 @@ def interleaved(
                 turn(name, 1, warm_up=True)
             cost[name] = max(samples[name][-1], 1000)
             samples[name].clear()
+            states[name].clear()
         calls_a_turn, turns = {}, {}
         overhead = 0
         if evictor is not None:
@@ -191,4 +208,7 @@ def interleaved(
             gc.enable()
         if torch.get_num_threads() != default_threads:
             torch.set_num_threads(default_threads)
-    return {name: Timing(tuple(ns * 1e-9 for ns in taken)) for name, taken in samples.items()}
+    return {
+        name: Timing(tuple(ns * 1e-9 for ns in taken), tuple(states[name]))
+        for name, taken in samples.items()
+    }

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -232,6 +233,109 @@ def test_the_peak_of_tiles_is_compiled_for_processors_that_have_them(
         monkeypatch.setattr(Path, "read_text", lambda path: f"flags: amx_tile {flags}")
         monkeypatch.setattr(peak, "_tiles_are_permitted", lambda: True)
     assert peak.multiply_add(1e6, dtype) is not None
+
+
+# The steps before and after a sample, and the state that they tell; the next sample has the next.
+_STEPS_AND_STATES = (
+    (30.0, 44.9, "quick"), (70.1, 120.0, "slow"), (30.0, 120.0, "mixed"), (45.0, 30.0, "mixed"),
+    (90.0, 70.0, "mixed"),
+)  # fmt: skip
+_NANOSECONDS = {"quick": 3_000_000, "slow": 9_000_000, "mixed": 5_000_000}
+
+
+class _CoreOfBothStates:
+    """A core that changes its state from sample to sample; a call takes a time of its state."""
+
+    def __init__(self) -> None:
+        self.time = self.asked = 0
+
+    def probe(self) -> float:
+        self.asked += 1
+        sample, is_after = divmod(self.asked - 1, 2)
+        steps = _STEPS_AND_STATES[sample % len(_STEPS_AND_STATES)]
+        return steps[1] if is_after else steps[0]
+
+    def call(self) -> None:
+        _, _, state = _STEPS_AND_STATES[self.asked // 2 % len(_STEPS_AND_STATES)]
+        self.time += _NANOSECONDS[state]
+
+
+@pytest.mark.usefixtures("from_root")
+def test_samples_of_a_quick_and_of_a_slow_core_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from benchmarks import core_state, harness, report
+
+    core = _CoreOfBothStates()
+    monkeypatch.setitem(timing._CLOCKS, "thread", lambda: core.time)
+    monkeypatch.setattr(core_state, "probe", lambda: core.probe)
+    contestants = [
+        harness.Contestant(harness.OURS, core.call),
+        harness.Contestant("peer", core.call),
+    ]
+    case, plain = (
+        harness.Case("group", name, {}, lambda with_peers: contestants, has_tiles=has_tiles)
+        for name, has_tiles in (("tiles", True), ("plain", False))
+    )
+    effort = harness.Effort(seconds=0.01, rounds=10, min_calls=10)
+    result = harness.run_case(case, effort, 1)
+    for found in result.timings.values():
+        assert len(found.samples) == len(found.states) == 10
+        assert set(found.states) == {"quick", "slow", "mixed"}
+        for seconds, state in zip(found.samples, found.states, strict=True):
+            assert seconds == pytest.approx(_NANOSECONDS[state] * 1e-9), state
+
+    few = timing.Timing((0.002, 0.004, 0.008, 0.009), ("quick", "quick", "slow", "mixed"))
+    result.timings = {harness.OURS: few, "peer": timing.Timing((0.001,), ("mixed",))}
+    head, _, row = report.results_table([result]).splitlines()
+    cells = dict(zip(head.split("|"), row.split("|"), strict=True))
+    cells = {name.strip(): cell.strip() for name, cell in cells.items()}
+    assert cells["lmdecode, quick core us (calls)"] == "3000 (2)"
+    assert cells["lmdecode, slow core us (calls)"] == "8000 (1)"
+    assert cells["peer, quick core us (calls)"] == cells["peer, slow core us (calls)"] == "-"
+    times: Any = result.as_json()["times"]
+    assert times[harness.OURS]["quick"] == (0.002, 0.004)
+
+    asked = core.asked
+    for other, threads in ((plain, 1), (case, 2)):  # other threads are on other cores
+        result = harness.run_case(other, effort, threads)
+        assert all(not found.states for found in result.timings.values())
+        assert "core" not in report.results_table([result])
+        assert "quick" not in json.dumps(result.as_json())
+    assert core.asked == asked
+
+
+@pytest.mark.usefixtures("from_root")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are x86's")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+def test_the_probe_of_a_core_runs_where_there_are_tiles_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from benchmarks import core_state
+    from benchmarks.attention import peak
+
+    if lmdecode.cpu_capability() == "amx" and peak.has_tiles():
+        assert 5.0 < core_state.probe()() < 1000.0
+        return
+    assert core_state.probe() is None
+    monkeypatch.setattr(lmdecode, "cpu_capability", lambda: "amx")
+    if not peak.has_tiles():
+        assert core_state.probe() is None  # tiles are emulated
+    monkeypatch.setattr(core_state, "has_tiles", lambda: True)
+    assert core_state.probe() is not None  # it is compiled, and not called
+
+
+@pytest.mark.usefixtures("from_root")
+@pytest.mark.parametrize("level", ["default", "avx2", "avx512"])
+def test_a_core_is_not_asked_at_other_levels(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import core_state
+
+    def not_asked() -> bool:
+        raise AssertionError("the level has no tiles")
+
+    monkeypatch.setattr(lmdecode, "cpu_capability", lambda: level)
+    monkeypatch.setattr(core_state, "has_tiles", not_asked)
+    assert core_state.probe() is None
 
 
 @pytest.mark.usefixtures("from_root")

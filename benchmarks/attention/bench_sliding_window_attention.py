@@ -118,6 +118,7 @@ def _cases_of(
                 factor=factor,
             ),
             threads=threads,
+            has_tiles=True,
         )
         for tokens, window in sizes
         for dtype in dtypes

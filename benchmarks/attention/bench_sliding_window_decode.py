@@ -96,6 +96,7 @@ def _cases_of(
                 factor=factor,
             ),
             threads=threads,
+            has_tiles=True,
         )
         for batch, length, heads, kv_heads in sizes
         for dtype in dtypes

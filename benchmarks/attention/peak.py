@@ -27,13 +27,15 @@ void run(long rounds) {{
       : "+r"(rounds) : : {clobbered});
 }}
 """
-# Eight tiles of 16 rows, 64 bytes each; loading their configuration makes them zeros.
-_SOURCE_OF_TILES = """
-static const struct {{
+#: Eight tiles of 16 rows, 64 bytes each; loading their configuration makes them zeros.
+TILE_CONFIG = """
+static const struct {
   unsigned char palette, start_row, reserved[14];
   unsigned short row_bytes[16];
   unsigned char rows[16];
-}} config = {{1, 0, {{0}}, {{64, 64, 64, 64, 64, 64, 64, 64}}, {{16, 16, 16, 16, 16, 16, 16, 16}}}};
+} config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+"""
+_SOURCE_OF_TILES = """
 void run(long rounds) {{
   __asm__ volatile(
       "ldtilecfg %1\\n 1:\\n {body} dec %0\\n jnz 1b\\n tilerelease\\n"
@@ -52,8 +54,8 @@ def _instruction(dtype: str) -> tuple[str, str, int] | None:
         file = Path("/proc/cpuinfo")
         flags = file.read_text() if file.exists() else ""
         if level == "amx" and dtype in ("bf16", "int8"):
-            if " amx_tile " not in flags or not _tiles_are_permitted():
-                return None  # emulated
+            if not has_tiles():
+                return None
             return ("tdpbf16ps", "tmm", 16384) if dtype == "bf16" else ("tdpbssd", "tmm", 32768)
         if dtype == "bf16" and " avx512_bf16 " in flags:
             return "vdpbf16ps", "zmm", 64
@@ -69,11 +71,27 @@ def _tiles_are_permitted() -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-@cache
-def _library(instruction: str, register: str) -> ctypes.CDLL | None:
+def has_tiles() -> bool:
+    """Whether the processor has tiles, and Linux permits them; not where they are emulated."""
+    file = Path("/proc/cpuinfo")
+    return file.exists() and " amx_tile " in file.read_text() and _tiles_are_permitted()
+
+
+def compiled(source: str, *flags: str) -> ctypes.CDLL | None:
+    """Return a library of C; None without a compiler that takes it."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return None
+    with tempfile.TemporaryDirectory() as folder:
+        file, library = Path(folder) / "peak.c", Path(folder) / "peak.so"
+        file.write_text(source)
+        command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", *flags]
+        done = subprocess.run([*command, str(file), "-o", str(library)], check=False)
+        return ctypes.CDLL(str(library)) if done.returncode == 0 else None
+
+
+@cache
+def _library(instruction: str, register: str) -> ctypes.CDLL | None:
     count = _SUMS[register]
     a, b = (f"{register}{count + i}" for i in range(2))
     source = (_SOURCE_OF_TILES if register == "tmm" else _SOURCE).format(
@@ -82,13 +100,8 @@ def _library(instruction: str, register: str) -> ctypes.CDLL | None:
         body="".join(f"{instruction} %%{a},%%{b},%%{register}{i}\\n " for i in range(count)),
         clobbered=", ".join(f'"xmm{i}"' for i in range(count + 2)),
     )
-    with tempfile.TemporaryDirectory() as folder:
-        file, library = Path(folder) / "peak.c", Path(folder) / "peak.so"
-        file.write_text(source)
-        flags = ["-O2", "-shared", "-fPIC", "-x", "c"]
-        flags += ["-mavx2"] if register == "ymm" else ["-mavx512f", "-mavx512vl"]
-        done = subprocess.run([compiler, *flags, str(file), "-o", str(library)], check=False)
-        return ctypes.CDLL(str(library)) if done.returncode == 0 else None
+    flags = ["-mavx2"] if register == "ymm" else ["-mavx512f", "-mavx512vl"]
+    return compiled((TILE_CONFIG if register == "tmm" else "") + source, *flags)
 
 
 def multiply_add(operations: float, dtype: str) -> Callable[[], object] | None:

@@ -106,6 +106,7 @@ def _cases_of(
             ),
             caches=caches,
             threads=threads,
+            has_tiles=True,
         )
         for dtype in dtypes
         for rows, inputs, outputs in shapes
