@@ -3,37 +3,37 @@
 
 #include <cmath>
 
-#include "bindings/tensor_checks.h"
+#include "bindings/tensor_rows.h"
 
 namespace lmdecode::linear {
 namespace {
 
 Tensor norm(const char* op, const Tensor& x, const OptionalTensor& weight,
             const OptionalTensor& bias, double eps, void (*run)(const NormParams&)) {
-  check_rank(op, "x", x, 2, "[rows, size]");
+  if (x.dim() == 0) fail(op, "x has shape []; expected [..., size]");
   const Arguments arguments(op);
-  arguments.strided<const float>("x", x, {-1, -1});
+  arguments.check_type("x", x, ScalarType::Float);
   if (!(eps >= 0.0) || std::isinf(eps)) {
     fail(op, "eps is ", eps, "; expected a finite number of at least 0");
   }
+  OptionalTensor input = x, gamma = weight, beta = bias;  // or copies, side by side
+  const TensorRows rows = rows_of(&input, true);
   NormParams p;
-  p.rows = x.size(0);
-  p.size = x.size(1);
+  p.rows = rows.count;
+  p.size = rows.size;
   p.eps = static_cast<float>(eps);
-  const auto columns = [&](const char* name, const OptionalTensor& tensor, Tensor* copy) {
-    if (!tensor) return static_cast<const float*>(nullptr);
-    arguments.strided<const float>(name, *tensor, {p.size});
-    *copy = torch::stable::contiguous(*tensor);
-    return static_cast<const float*>(copy->const_data_ptr());
+  p.x = data_of<const float>(*input);
+  p.x_stride = rows.stride;
+  const auto columns = [&](const char* name, OptionalTensor* tensor) -> const float* {
+    if (!*tensor) return nullptr;
+    arguments.strided<const float>(name, **tensor, {p.size});
+    rows_of(tensor, true);
+    return data_of<const float>(**tensor);
   };
-  Tensor gamma, beta;
-  p.gamma = columns("weight", weight, &gamma);
-  p.beta = columns("bias", bias, &beta);
-  const Tensor rows = p.size <= 1 || x.stride(1) == 1 ? x : torch::stable::contiguous(x);
-  p.x = static_cast<const float*>(rows.const_data_ptr());
-  p.x_stride = rows.stride(0);
-  Tensor out = new_tensor(x, {p.rows, p.size}, ScalarType::Float);
-  p.y = static_cast<float*>(out.mutable_data_ptr());
+  p.gamma = columns("weight", &gamma);
+  p.beta = columns("bias", &beta);
+  Tensor out = new_rows(x, p.size, ScalarType::Float);
+  p.y = data_of<float>(out);
   p.y_stride = p.size;
   run(p);
   return out;

@@ -187,8 +187,8 @@ inline constexpr OpSchema kOpSchemas[] = {
     // weights that share a scale.
     {"gguf_type(int index) -> (int name, int weights, int bytes, int number, int format, int "
      "group)"},
-    // activation(x W^T + bias) * multiplier + residual; rows x [rows, in_features], multiplier and
-    // residual [rows, out_features].
+    // activation(x W^T + bias) * multiplier + residual; x [..., in_features], multiplier and
+    // residual [..., out_features].
     {"packed_linear(Tensor x, Tensor packed, int out_features, int format, Tensor? bias, int "
      "activation, Tensor? multiplier, Tensor? residual) -> Tensor",
      Devices::kCpuOnly},

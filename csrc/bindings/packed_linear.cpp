@@ -8,9 +8,9 @@
 #include <limits>
 #include <new>
 #include <tuple>
-#include <vector>
 
 #include "bindings/packed_weight_checks.h"
+#include "bindings/tensor_rows.h"
 #include "common/huge_pages.h"
 #include "common/parallel_rows.h"
 #include "linear/gguf_blocks.h"
@@ -309,16 +309,6 @@ Tensor pack_quantized(const Tensor& weight, const Tensor& scales, const Optional
   return packed;
 }
 
-// A [rows, columns] argument with contiguous rows; `copy` keeps a copy alive if one is needed.
-const float* checked_matrix(const char* name, const OptionalTensor& tensor, int64_t rows,
-                            int64_t columns, Tensor* copy, int64_t* row_stride) {
-  if (!tensor) return nullptr;
-  Arguments(kLinearOp).strided<const float>(name, *tensor, {rows, columns});
-  *copy = tensor->stride(1) == 1 || columns <= 1 ? *tensor : torch::stable::contiguous(*tensor);
-  *row_stride = copy->stride(0);
-  return static_cast<const float*>(copy->const_data_ptr());
-}
-
 struct LinearArguments {
   const Tensor& x;
   const Tensor& packed;
@@ -333,41 +323,49 @@ struct LinearArguments {
 // `make_out()` gives the tensor to write, after all checks.
 template <class MakeOut>
 Tensor multiply(const LinearArguments& a, const MakeOut& make_out) {
-  check_rank(kLinearOp, "x", a.x, 2, "[rows, in_features]");
-  const auto* const x = Arguments(kLinearOp).strided<const float>("x", a.x, {-1, -1});
-  const PackedLinearShape shape = checked_shape(kLinearOp, a.x.size(1), a.out_features, a.format);
+  if (a.x.dim() == 0) fail(kLinearOp, "x has shape []; expected [..., in_features]");
+  const Arguments arguments(kLinearOp);
+  arguments.check_type("x", a.x, ScalarType::Float);
+  OptionalTensor x = a.x, bias = a.bias, multiplier = a.multiplier, residual = a.residual;
+  const TensorRows rows = rows_of(&x, false);
+  const PackedLinearShape shape = checked_shape(kLinearOp, rows.size, a.out_features, a.format);
   const PackedLinear linear =
       checked_weight(kLinearOp, a.packed, shape, ", from out_features and the last size of x");
-  const int64_t rows = a.x.size(0);
   if (a.activation < 0 || a.activation > static_cast<int64_t>(Activation::kSilu)) {
     fail(kLinearOp, "activation is ", a.activation,
          "; expected 0 (none), 1 (relu), 2 (gelu), 3 (gelu_tanh) or 4 (silu)");
   }
   LinearOutput output;
   output.activation = static_cast<Activation>(a.activation);
-  Tensor bias, multiplier, residual;
-  if (a.bias) {
-    Arguments(kLinearOp).strided<const float>("bias", *a.bias, {shape.out_features});
-    bias = torch::stable::contiguous(*a.bias);
-    output.bias = static_cast<const float*>(bias.const_data_ptr());
+  if (bias) {
+    arguments.strided<const float>("bias", *bias, {shape.out_features});
+    rows_of(&bias, true);
+    output.bias = data_of<const float>(*bias);
   }
-  output.multiplier = checked_matrix("multiplier", a.multiplier, rows, shape.out_features,
-                                     &multiplier, &output.multiplier_stride);
-  output.residual = checked_matrix("residual", a.residual, rows, shape.out_features, &residual,
-                                   &output.residual_stride);
+  // Rows like the result's, from here on side by side.
+  const auto matrix = [&](const char* name, OptionalTensor* tensor,
+                          int64_t* row_stride) -> const float* {
+    if (!*tensor) return nullptr;
+    arguments.check_type(name, **tensor, ScalarType::Float);
+    check_rows(kLinearOp, name, **tensor, a.x, shape.out_features);
+    *row_stride = rows_of(tensor, true).stride;
+    return data_of<const float>(**tensor);
+  };
+  output.multiplier = matrix("multiplier", &multiplier, &output.multiplier_stride);
+  output.residual = matrix("residual", &residual, &output.residual_stride);
 
-  const int64_t element_stride = shape.in_features > 1 ? a.x.stride(1) : 1;
-  const size_t scratch = linear_input_bytes(shape.format, shape.in_features, rows, element_stride);
+  const size_t scratch =
+      linear_input_bytes(shape.format, shape.in_features, rows.count, rows.element_stride);
   void* memory = scratch == 0 ? nullptr : thread_workspace().reserve(scratch);
   if (scratch != 0 && memory == nullptr) {
     throw std::runtime_error(std::string(kLinearOp) + ": no memory for " + std::to_string(scratch) +
                              " bytes of scratch");
   }
-  Tensor out = make_out(rows, shape.out_features);
-  output.y = static_cast<float*>(out.mutable_data_ptr());
-  output.y_stride = out.stride(0);
-  const LinearInput input = prepare_linear_input(shape.format, x, a.x.stride(0), rows,
-                                                 shape.in_features, memory, element_stride);
+  Tensor out = make_out(shape.out_features, &output.y_stride);
+  output.y = data_of<float>(out);
+  const LinearInput input =
+      prepare_linear_input(shape.format, data_of<const float>(*x), rows.stride, rows.count,
+                           shape.in_features, memory, rows.element_stride);
   packed_linear(linear, input, output);
   return out;
 }
@@ -376,8 +374,9 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t out_features, int64
               const OptionalTensor& bias, int64_t activation, const OptionalTensor& multiplier,
               const OptionalTensor& residual) {
   return multiply({x, packed, out_features, format, bias, activation, multiplier, residual},
-                  [&](int64_t rows, int64_t columns) {
-                    return new_tensor(x, {rows, columns}, ScalarType::Float);
+                  [&](int64_t columns, int64_t* row_stride) {
+                    *row_stride = columns;
+                    return new_rows(x, columns, ScalarType::Float);
                   });
 }
 
@@ -385,13 +384,18 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
                 const OptionalTensor& bias, int64_t activation, const OptionalTensor& multiplier,
                 const OptionalTensor& residual, const Tensor& out) {
   multiply({x, packed, out_features, format, bias, activation, multiplier, residual},
-           [&](int64_t rows, int64_t columns) {
-             Arguments(kLinearOp).strided<float>("out", out, {rows, columns});
-             if (columns > 1 && out.stride(1) != 1) {
-               fail(kLinearOp, "out has stride ", out.stride(1),
+           [&](int64_t columns, int64_t* row_stride) {
+             Arguments(kLinearOp).check_type("out", out, ScalarType::Float);
+             check_rows(kLinearOp, "out", out, x, columns);
+             const std::optional<TensorRows> rows = rows_in_place(out);
+             if (!rows) {
+               fail(kLinearOp, "out has rows that have no stride in common; expected one");
+             }
+             if (rows->element_stride != 1) {
+               fail(kLinearOp, "out has stride ", rows->element_stride,
                     " within a row; expected elements side by side");
              }
-             if (rows > 1 && out.stride(0) < columns) {
+             if (rows->count > 1 && rows->stride < columns) {
                fail(kLinearOp, "out has rows that overlap; expected a row stride of at least ",
                     columns);
              }
@@ -400,11 +404,12 @@ void linear_out(const Tensor& x, const Tensor& packed, int64_t out_features, int
              if (bias) check_apart(kLinearOp, "out", out, "bias", *bias);
              if (multiplier) check_apart(kLinearOp, "out", out, "multiplier", *multiplier);
              if (residual) check_apart(kLinearOp, "out", out, "residual", *residual);
+             *row_stride = rows->stride;
              return out;
            });
 }
 
-// linear() for x [..., in_features] of any dtype of floats, which the result has.
+// linear() for x of any dtype of floats, which the result has.
 Tensor linear_rows(const Tensor& x, const Tensor& packed, int64_t out_features, int64_t format,
                    const OptionalTensor& bias) {
   if (x.dim() == 0) fail(kRowsOp, "x has shape []; expected [..., in_features]");
@@ -413,21 +418,14 @@ Tensor linear_rows(const Tensor& x, const Tensor& packed, int64_t out_features, 
   const auto in_dtype = [](const Tensor& tensor, ScalarType wanted) {
     return tensor.scalar_type() == wanted ? tensor : torch::stable::to(tensor, wanted);
   };
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  const int64_t features = sizes.back();
-  sizes.pop_back();
-  int64_t rows = 1;
-  for (const int64_t size : sizes) rows *= size;
-  sizes.push_back(out_features);
-  Tensor flat = in_dtype(x, ScalarType::Float);
-  if (x.dim() != 2) flat = torch::stable::reshape(flat, {rows, features});
   OptionalTensor added;
   if (bias) {
     Arguments(kRowsOp).strided<const void>("bias", *bias, {out_features}, nullptr, dtype);
     added = in_dtype(*bias, ScalarType::Float);
   }
-  const Tensor y = linear(flat, packed, out_features, format, added, 0, std::nullopt, std::nullopt);
-  return torch::stable::view(in_dtype(y, dtype), sizes);
+  return in_dtype(linear(in_dtype(x, ScalarType::Float), packed, out_features, format, added, 0,
+                         std::nullopt, std::nullopt),
+                  dtype);
 }
 
 // Item by item what pack_linear and packed_linear do, with all of an item in scratch.

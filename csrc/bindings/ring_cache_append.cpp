@@ -44,7 +44,9 @@ class RingAppendArguments {
       check_apart_from_ring("position", *position_rows, values);
       p.positions.rows = integer_rows(*position_rows);
     } else {
-      check_position("position", position);
+      if (!is_position(position)) {
+        fail(kOp, "position is ", position, "; expected 0 to 2^40");
+      }
     }
     p.positions.all = position;
   }
@@ -53,14 +55,15 @@ class RingAppendArguments {
   void check_positions() const {
     if (p.positions.rows.data == nullptr) return;
     for (int64_t row = 0; row < p.rows; ++row) {
-      check_position("position[" + std::to_string(row) + "]", p.positions.at(row));
+      const int64_t position = p.positions.at(row);
+      if (is_position(position)) continue;
+      fail(kOp, "position[", row, "] is ", position, "; expected 0 to 2^40");
     }
   }
 
  private:
-  static void check_position(const std::string& name, int64_t position) {
-    if (position >= 0 && position <= kMaxRingPosition) return;
-    fail(kOp, name, " is ", position, "; expected 0 to 2^40");
+  static bool is_position(int64_t position) {
+    return position >= 0 && position <= kMaxRingPosition;
   }
 
   void check_ring(const char* name, const Tensor& ring) const {

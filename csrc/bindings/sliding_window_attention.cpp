@@ -106,7 +106,8 @@ class AttentionArguments {
   }
 
   static AttentionStrides head_strides(const Tensor& t) {
-    return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+    const auto strides = t.strides();
+    return {strides[0], strides[1], strides[2], strides[3]};
   }
   static AttentionStrides ragged_strides(const Tensor& t) {
     return {0, t.stride(1), t.stride(0), t.stride(2)};
@@ -135,9 +136,11 @@ class AttentionArguments {
   // k and v of `rows` rows, as many as k has where it is negative.
   void set_heads(const Tensor& k, const Tensor& v, int64_t rows, const char* rows_name,
                  const char* tokens_name) {
-    const std::string shape = std::string("[") + rows_name + ", kv_heads, " + tokens_name + ", ";
-    check_rank(op_, "k", k, 4, (shape + "head_size]").c_str());
-    check_rank(op_, "v", v, 4, (shape + "value_size]").c_str());
+    if (k.dim() != 4 || v.dim() != 4) {
+      const std::string shape = std::string("[") + rows_name + ", kv_heads, " + tokens_name + ", ";
+      check_rank(op_, "k", k, 4, (shape + "head_size]").c_str());
+      check_rank(op_, "v", v, 4, (shape + "value_size]").c_str());
+    }
     if (rows < 0) rows = k.size(0);
     if (k.size(0) != rows || k.size(3) != p.head_size) {
       fail(op_, "k has shape ", shape_text(k), "; expected [", rows, ", kv_heads, ", tokens_name,

@@ -95,7 +95,8 @@ inline void check_dtype(const char* op, const char* name, const Tensor& tensor, 
   }
 }
 
-inline std::string sizes_text(std::initializer_list<int64_t> sizes) {
+template <class Sizes = std::initializer_list<int64_t>>
+std::string sizes_text(const Sizes& sizes) {
   std::string text = "[";
   for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   return text + "]";
@@ -188,6 +189,12 @@ class Arguments {
     fail(op_, name.text(), " has strides; expected a contiguous tensor");
   }
 
+  // Any shape, and any strides.
+  void check_type(ArgumentName name, const Tensor& tensor, ScalarType type) const {
+    if (dtype_of(tensor) != type) check_dtype(op_, name.text().c_str(), tensor, type);
+    check_device(name, tensor);
+  }
+
   // Any strides.
   template <class T>
   T* strided(ArgumentName name, const Tensor& tensor, Sizes sizes, const char* shape = nullptr,
@@ -253,22 +260,26 @@ inline void check_apart(const char* op, const char* name, const Tensor& tensor,
 
 // A contiguous, uninitialised tensor on the device of `like`. By the C shim: a call through the
 // dispatcher takes longer than a small row.
-inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shape,
-                         ScalarType type) {
-  int64_t strides[4] = {1, 1, 1, 1};
-  const int64_t rank = static_cast<int64_t>(shape.size());
-  for (int64_t i = rank - 2; i >= 0; --i) {
-    const int64_t inner = shape.begin()[i + 1];
-    strides[i] = strides[i + 1] * (inner > 0 ? inner : 1);
+inline Tensor new_tensor(const Tensor& like, const int64_t* shape, int64_t rank, ScalarType type) {
+  constexpr int64_t kMaxRank = 64;  // torch's
+  int64_t strides[kMaxRank];
+  if (rank > kMaxRank) throw std::invalid_argument("a tensor has more than 64 dimensions");
+  for (int64_t i = rank - 1, stride = 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= shape[i] > 0 ? shape[i] : 1;
   }
   int32_t device_type = 0, device_index = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, shape.begin(), strides,
-                                                         static_cast<int32_t>(type), device_type,
-                                                         device_index, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      rank, shape, strides, static_cast<int32_t>(type), device_type, device_index, &handle));
   return Tensor(handle);
+}
+
+inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shape,
+                         ScalarType type) {
+  return new_tensor(like, shape.begin(), static_cast<int64_t>(shape.size()), type);
 }
 
 // An integer that is known when the op has run.

@@ -117,17 +117,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sample(
       temperature_rows, q,     seed,       position, eps,        dialect, int_seed,   int_position};
   TopKTopPSampleParams p = sample_params(arguments);
   const OnDevice device(logits);
-  SampleOutputs out{new_tensor(logits, {p.batch}, ScalarType::Long), std::nullopt, std::nullopt,
-                    new_tensor(logits, {p.batch}, ScalarType::Int),
-                    new_tensor(logits, {p.batch}, ScalarType::Byte)};
+  const Tensor index = new_tensor(logits, {p.batch}, ScalarType::Long);
+  const Tensor kept_count = new_tensor(logits, {p.batch}, ScalarType::Int);
+  const Tensor status = new_tensor(logits, {p.batch}, ScalarType::Byte);
+  p.index = data_of<int64_t>(index);
+  p.kept_count = data_of<int32_t>(kept_count);
+  p.status = data_of<uint8_t>(status);
   Tensor kept, logprob;  // undefined, None in Python, where not asked for
-  if (return_logits) kept = new_tensor(logits, {p.batch, p.vocab}, ScalarType::Float);
-  if (return_logprob) logprob = new_tensor(logits, {p.batch}, ScalarType::Float);
-  if (return_logits) out.kept_logits = kept;
-  if (return_logprob) out.logprob = logprob;
-  set_outputs(arguments, out, &p);
+  if (return_logits) {
+    kept = new_tensor(logits, {p.batch, p.vocab}, ScalarType::Float);
+    p.kept_logits = data_of<float>(kept);
+  }
+  if (return_logprob) {
+    logprob = new_tensor(logits, {p.batch}, ScalarType::Float);
+    p.logprob = data_of<float>(logprob);
+  }
   run(p, device);
-  return {out.index, kept, logprob, out.kept_count, out.status};
+  return {index, kept, logprob, kept_count, status};
 }
 
 void sample_out(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& top_k_rows,

@@ -124,6 +124,7 @@ inline bool make_cache_rows(const StridedTensor& tensor, int64_t batch_dim, int6
   rows->data = tensor.data;
   rows->row_stride = tensor.dims[static_cast<size_t>(batch_dim)].stride;
   std::vector<StridedDim> dims;
+  dims.reserve(tensor.dims.size());
   for (size_t d = 0; d < tensor.dims.size(); ++d) {
     StridedDim dim = tensor.dims[d];
     if (static_cast<int64_t>(d) == batch_dim) continue;
@@ -135,6 +136,7 @@ inline bool make_cache_rows(const StridedTensor& tensor, int64_t batch_dim, int6
             [](const StridedDim& a, const StridedDim& b) { return a.stride < b.stride; });
   rows->segment_bytes = tensor.element_bytes;
   std::vector<StridedDim> merged;  // the smallest stride first
+  merged.reserve(dims.size());
   for (const StridedDim& dim : dims) {
     if (merged.empty() && dim.stride == rows->segment_bytes) {
       rows->segment_bytes *= dim.size;

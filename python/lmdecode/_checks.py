@@ -24,6 +24,7 @@ __all__ = [
     "check_bool",
     "check_choice",
     "check_count",
+    "check_dense_tensor",
     "check_dense_tensors",
     "check_format",
     "check_int",
@@ -125,7 +126,9 @@ def check_int(
 
     ``kind`` and ``limits`` are the expected type and range in the errors.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    if type(value) is not int and (
+        isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))
+    ):
         if not is_int(value):
             raise type_error(op, name, value, kind)
         value = operator.index(value)
@@ -158,7 +161,9 @@ def check_number(
     With ``is_finite``, NaN and infinities are a ValueError. ``kind`` and ``limits`` are the
     expected type and range in the errors.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if type(value) is not float and (
+        isinstance(value, bool) or not isinstance(value, (int, float))
+    ):
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return value  # type: ignore[return-value]
         if not is_real(value):
@@ -226,12 +231,18 @@ def check_layout(op: str, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{op}: {name} has layout {tensor.layout}; expected a dense tensor")
 
 
-def check_dense_tensors(op: str, **values: object) -> None:
+def check_dense_tensor(op: str, name: str, value: object) -> None:
     """Raise TypeError for a value that is not a tensor, ValueError for a tensor not dense."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise type_error(op, name, value, "a tensor")
+    if not isinstance(value, Tensor):
+        raise type_error(op, name, value, "a tensor")
+    if value.layout is not torch.strided:
         check_layout(op, name, value)
+
+
+def check_dense_tensors(op: str, **values: object) -> None:
+    """Check several values as ``check_dense_tensor`` does, by their names."""
+    for name, value in values.items():
+        check_dense_tensor(op, name, value)
 
 
 def check_no_gradient(op: str, **tensors: object) -> None:

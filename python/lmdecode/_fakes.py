@@ -296,13 +296,8 @@ def _pack_quantized_linear(weight, scales, zeros):
     return _empty(weight, size, dtype=torch.uint8)
 
 
-@_returns("packed_linear")
+@_returns("packed_linear", "packed_linear_rows")
 def _packed_linear(x, out_features, **_):
-    return _empty(x, x.shape[0], out_features)
-
-
-@_returns("packed_linear_rows")
-def _packed_linear_rows(x, out_features, **_):
     return _empty(x, *x.shape[:-1], out_features)
 
 

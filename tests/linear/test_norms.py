@@ -1,5 +1,7 @@
 """``layer_norm`` and ``rms_norm`` against their references."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -52,6 +54,22 @@ def test_dimensions() -> None:
         assert_same_bits(norm(x[1]), want[1])
 
 
+def test_strides() -> None:
+    x, weight, bias = normal(2, 3, 4, 33), normal(2, 33, seed=1), normal(33, 2, seed=2)
+    for norm in (
+        lambda x: lmdecode.layer_norm(x, weight[1], bias[:, 1]),
+        lambda x: lmdecode.rms_norm(x, bias[:, 0]),
+    ):
+        want = norm(x)
+        for order in itertools.permutations(range(4)):
+            back = sorted(range(4), key=order.__getitem__)
+            assert_same_bits(norm(x.permute(order).contiguous().permute(back)), want)
+        assert_same_bits(norm(x[:, 1:2, ::2]), want[:, 1:2, ::2])
+        assert_same_bits(norm(x[:, ::2]), want[:, ::2])
+        assert_same_bits(norm(x[:1].expand(3, -1, -1, -1)), want[:1].expand(3, -1, -1, -1))
+        assert_same_bits(norm(x[0, 0, 0].expand(5, 2, 33)), want[0, 0, 0].expand(5, 2, 33))
+
+
 def test_nan_and_inf_stay_in_their_row() -> None:
     x = normal(4, 50)
     x[1, 3], x[2, 3] = float("nan"), float("inf")
@@ -65,3 +83,4 @@ def test_empty() -> None:
     for norm in (lmdecode.layer_norm, lmdecode.rms_norm):
         assert norm(torch.empty(0, 5)).shape == (0, 5)
         assert norm(torch.empty(3, 0)).shape == (3, 0)
+        assert norm(torch.empty(3, 0, 2, 5).permute(2, 1, 0, 3)).shape == (2, 0, 3, 5)

@@ -1,6 +1,7 @@
 """``PackedLinear`` against its reference, and what its results must not depend on."""
 
 import copy
+import itertools
 import pickle
 import subprocess
 import sys
@@ -191,10 +192,36 @@ def test_dimensions_and_out(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
+def test_strides_of_more_dimensions(dtype: str) -> None:
+    weight, x, other = normal(20, 40, seed=1), normal(2, 3, 4, 40), normal(2, 3, 4, 20, seed=2)
+    layer = PackedLinear(weight, normal(20), dtype=dtype)
+    want = layer(x, multiplier=other, residual=other)
+    for order in itertools.permutations(range(4)):
+        back = sorted(range(4), key=order.__getitem__)
+        strided, beside = (t.permute(order).contiguous().permute(back) for t in (x, other))
+        assert_same_bits(layer(strided, multiplier=beside, residual=beside), want)
+        assert_same_bits(layer(strided), layer(x))
+    # Rows that some stride is common to, and that none is.
+    for part in (x[:, 1:2, ::2], x[:, ::2], x[..., :1, :], x[:1].expand(3, -1, -1, -1)):
+        assert_same_bits(layer(part), layer(part.contiguous()))
+    number, op = layer._format, torch.ops.lmdecode.packed_linear.out
+    memory = torch.full((2, 3, 6, 25), NAN)
+    out = memory[:, :, ::2, :20][:, 0]
+    with pytest.raises(ValueError, match="packed_linear: out has rows that have no stride in com"):
+        op(x[:, 0, :3], layer.packed, 20, number, layer.bias, 0, None, None, out=out)
+    assert memory.isnan().all()
+    op(x[0, 0, :3], layer.packed, 20, number, layer.bias, 0, None, None, out=out[0])
+    assert_same_bits(out[0], layer(x[0, 0, :3]))
+    assert int(memory.isnan().sum()) == memory.numel() - 60
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_empty(dtype: str) -> None:
     layer = PackedLinear(normal(20, 40), dtype=dtype)
     assert layer(torch.empty(0, 40)).shape == (0, 20)
-    assert layer(torch.empty(2, 0, 40)).shape == (2, 0, 20)
+    for shape in ((2, 0), (0, 2), (2, 0, 3), (3, 2, 0)):
+        assert layer(torch.empty(*shape, 40)).shape == (*shape, 20)
+    assert layer(torch.empty(3, 0, 2, 40).permute(2, 1, 0, 3)).shape == (2, 0, 3, 20)
     bias = normal(20)
     without_inputs = PackedLinear(torch.empty(20, 0), bias, dtype=dtype)
     for rows in (3, 40):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lmdecode._checks import (
+    MAX_INT,
+    check_dense_tensor,
     check_dense_tensors,
     check_int,
     check_no_gradient,
@@ -65,14 +67,12 @@ _MASK_DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16)
 _DECODE_TOKENS = 8
 
 
-def _check_optional(op: str, **tensors: object) -> None:
-    check_dense_tensors(op, **{name: value for name, value in tensors.items() if value is not None})
-
-
 def _bound(op: str, name: str, value: int | None, least: int) -> int:
     """A window as the op takes it: -1 for none."""
     if value is None:
         return -1
+    if type(value) is int and least <= value <= MAX_INT:
+        return value
     limits = f"an int of 64 bits, at least {least}, or None"
     return check_int(op, name, value, least, kind="an int or None", limits=limits)
 
@@ -82,33 +82,31 @@ def _number(op: str, name: str, value: float) -> float:
     return check_number(op, name, value, kind="a float or None", is_finite=True, limits=limits)
 
 
-def _integers(op: str, name: str, value: Tensor | None, like: Tensor) -> Tensor | None:
+def _integers(op: str, name: str, value: Tensor, like: Tensor) -> Tensor:
     """int32 or int64 as contiguous int64."""
-    if value is None:
-        return None
-    check_dense_tensors(op, **{name: value})
+    check_dense_tensor(op, name, value)
     if value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{op}: {name} has dtype {dtype_name(value)}; expected int64 or int32")
     if value.device != like.device:
         raise ValueError(
             f"{op}: {name} is on {value.device}; expected the device of q, {like.device}"
         )
+    if value.dtype == torch.int64 and value.is_contiguous():
+        return value
     return value.to(torch.int64).contiguous()
 
 
-def _per_head(op: str, name: str, value: Tensor | None) -> Tensor | None:
+def _per_head(op: str, name: str, value: Tensor) -> Tensor:
     """Any floating dtype as contiguous float32."""
-    if value is None:
-        return None
-    check_dense_tensors(op, **{name: value})
+    check_dense_tensor(op, name, value)
     if not value.dtype.is_floating_point:
         raise ValueError(f"{op}: {name} has dtype {dtype_name(value)}; expected a floating dtype")
     return value.to(torch.float32).contiguous()
 
 
-def _positions(op: str, value: Tensor | None, q: Tensor) -> Tensor | None:
+def _positions(op: str, value: Tensor, q: Tensor) -> Tensor:
     value = _integers(op, "q_positions", value, q)
-    if value is not None and q.dim() == 4 and value.dim() == 1:
+    if q.dim() == 4 and value.dim() == 1:
         if value.shape[0] != q.shape[2]:
             raise ValueError(
                 f"{op}: q_positions has shape {list(value.shape)}; expected [{q.shape[2]}] or "
@@ -118,11 +116,9 @@ def _positions(op: str, value: Tensor | None, q: Tensor) -> Tensor | None:
     return value
 
 
-def _mask(op: str, mask: Tensor | None) -> Tensor | None:
+def _mask(op: str, mask: Tensor) -> Tensor:
     """Four dimensions, the first ones of size 1 where there are fewer."""
-    if mask is None:
-        return None
-    check_dense_tensors(op, attn_mask=mask)
+    check_dense_tensor(op, "attn_mask", mask)
     if mask.dtype not in _MASK_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _MASK_DTYPES)
         raise ValueError(f"{op}: attn_mask has dtype {dtype_name(mask)}; expected one of {names}")
@@ -134,6 +130,11 @@ def _mask(op: str, mask: Tensor | None) -> Tensor | None:
     return mask.view((1,) * (4 - mask.dim()) + mask.shape) if mask.dim() < 4 else mask
 
 
+def _default_scale(q: Tensor) -> float:
+    size = q.shape[-1] if q.dim() else 0
+    return 1.0 / math.sqrt(size) if size else 1.0
+
+
 def _window_and_scale(
     op: str,
     q: Tensor,
@@ -142,14 +143,12 @@ def _window_and_scale(
     scale: float | None,
     softcap: float | None,
 ) -> tuple[int, int, float, float]:
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
     if softcap is not None and _number(op, "softcap", softcap) <= 0:
         raise ValueError(f"{op}: softcap is {softcap}; expected more than 0, or None")
     return (
         _bound(op, "window", window, 1),
         _bound(op, "window_right", window_right, 0),
-        _number(op, "scale", scale),
+        _default_scale(q) if scale is None else _number(op, "scale", scale),
         float(softcap or 0.0),
     )
 
@@ -297,9 +296,12 @@ def sliding_window_attention(
             f"{op}: attn_mask was given with {given}; expected one of them: "
             "a mask alone decides what is visible"
         )
-    _check_optional(
-        op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
-    )
+    if key_padding_mask is not None:
+        check_dense_tensor(op, "key_padding_mask", key_padding_mask)
+    if block_table is not None:
+        check_dense_tensor(op, "block_table", block_table)
+    if indirection is not None:
+        check_dense_tensor(op, "indirection", indirection)
     check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     if cu_seqlens_kv is None and block_table is None and indirection is None:
         cu_seqlens_kv = cu_seqlens_q
@@ -308,13 +310,13 @@ def sliding_window_attention(
         k,
         v,
         *_window_and_scale(op, q, window, window_right, scale, softcap),
-        _per_head(op, "sinks", sinks),
-        _per_head(op, "alibi_slopes", alibi_slopes),
-        _positions(op, q_positions, q),
-        _integers(op, "kv_lengths", kv_lengths, q),
-        _integers(op, "cu_seqlens_q", cu_seqlens_q, q),
-        _integers(op, "cu_seqlens_kv", cu_seqlens_kv, q),
-        _mask(op, attn_mask),
+        None if sinks is None else _per_head(op, "sinks", sinks),
+        None if alibi_slopes is None else _per_head(op, "alibi_slopes", alibi_slopes),
+        None if q_positions is None else _positions(op, q_positions, q),
+        None if kv_lengths is None else _integers(op, "kv_lengths", kv_lengths, q),
+        None if cu_seqlens_q is None else _integers(op, "cu_seqlens_q", cu_seqlens_q, q),
+        None if cu_seqlens_kv is None else _integers(op, "cu_seqlens_kv", cu_seqlens_kv, q),
+        None if attn_mask is None else _mask(op, attn_mask),
         mask_convention == "visible",
         key_padding_mask,
         block_table,
@@ -414,19 +416,22 @@ key_padding_mask, block_table, indirection, return_lse
             )
     check_dense_tensors(op, q=q, k=k, v=v)
     assert v is not None
-    _check_optional(
-        op, key_padding_mask=key_padding_mask, block_table=block_table, indirection=indirection
-    )
+    if key_padding_mask is not None:
+        check_dense_tensor(op, "key_padding_mask", key_padding_mask)
+    if block_table is not None:
+        check_dense_tensor(op, "block_table", block_table)
+    if indirection is not None:
+        check_dense_tensor(op, "indirection", indirection)
     check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     out, lse = _sliding_window_decode(
         q,
         k,
         v,
         *_window_and_scale(op, q, window, window_right, scale, softcap),
-        _per_head(op, "sinks", sinks),
-        _per_head(op, "alibi_slopes", alibi_slopes),
-        _positions(op, q_positions, q),
-        _integers(op, "kv_lengths", kv_lengths, q),
+        None if sinks is None else _per_head(op, "sinks", sinks),
+        None if alibi_slopes is None else _per_head(op, "alibi_slopes", alibi_slopes),
+        None if q_positions is None else _positions(op, q_positions, q),
+        None if kv_lengths is None else _integers(op, "kv_lengths", kv_lengths, q),
         key_padding_mask,
         block_table,
         indirection,

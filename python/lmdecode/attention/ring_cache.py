@@ -7,7 +7,14 @@ from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, check_int, check_layout, dtype_name, type_error
+from lmdecode._checks import (
+    check_dense_tensor,
+    check_dense_tensors,
+    check_int,
+    check_layout,
+    dtype_name,
+    type_error,
+)
 from lmdecode._ops import ops
 from lmdecode.attention.ops import KeyPiece, attend_pieces
 from lmdecode.kv_cache.reorder import reorder_cache_
@@ -59,8 +66,7 @@ def ring_cache_append_(
         Names the argument, what came and what was expected; nothing has been written.
     """
     op = "ring_cache_append_"
-    for name, value in (("keys", keys), ("values", values), ("k", k), ("v", v)):
-        check_dense_tensors(op, **{name: value})
+    check_dense_tensors(op, keys=keys, values=values, k=k, v=v)
     rows = None
     if isinstance(position, Tensor):
         check_layout(op, "position", position)
@@ -212,7 +218,7 @@ class RingKVCache:
             Names the argument, what came and what was expected; nothing has been written.
         """
         for name, states in (("k", k), ("v", v)):
-            check_dense_tensors("RingKVCache", **{name: states})
+            check_dense_tensor("RingKVCache", name, states)
             held = self._keys if name == "k" else self._values
             if states.dtype != held.dtype:
                 raise ValueError(
@@ -229,9 +235,10 @@ class RingKVCache:
         self._first_held = max(self._first_held, self.num_tokens - self.capacity)
 
     def _write(self, k: Tensor, v: Tensor, position: int) -> None:
-        ring_cache_append_(
-            self._keys, self._values, k, v, position, num_sink_tokens=self.num_sink_tokens
-        )
+        _append(
+            self._keys, self._values, _contiguous_vectors(k), _contiguous_vectors(v), position,
+            None, self.num_sink_tokens,
+        )  # fmt: skip
 
     def rollback(self, num_tokens: int) -> None:
         """Forget the last tokens, as if they had not been written.
@@ -374,8 +381,8 @@ class RingKVCache:
         return pieces
 
     def _piece(self, slot: int, begin: int, end: int, *, is_pinned: bool = False) -> KeyPiece:
-        behind = slot + end - begin
-        keys, values = self._keys[:, :, slot:behind], self._values[:, :, slot:behind]
+        keys = self._keys.narrow(2, slot, end - begin)
+        values = self._values.narrow(2, slot, end - begin)
         return KeyPiece(keys, values, ((begin, end),), is_pinned)
 
     def _all_in_one_piece(self, first: int) -> KeyPiece | None:
@@ -515,12 +522,12 @@ class RingKVCache:
     def _check_chunk(
         self, q: Tensor, k: Tensor | None, v: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        check_dense_tensors("attend", q=q)
+        check_dense_tensor("attend", "q", q)
         if k is None and v is None:
             chunk = None
         else:
             for name, states in (("k", k), ("v", v)):
-                check_dense_tensors("attend", **{name: states})
+                check_dense_tensor("attend", name, states)
             assert k is not None and v is not None
             chunk = (k, v)
         for name, states in (("q", q), *(zip(("k", "v"), chunk, strict=True) if chunk else ())):
@@ -548,7 +555,7 @@ class RingKVCache:
     def _check_mask(self, mask: Tensor | None, end: int) -> None:
         if mask is None:
             return
-        check_dense_tensors("attend", key_padding_mask=mask)
+        check_dense_tensor("attend", "key_padding_mask", mask)
         if list(mask.shape) != [self.batch, end]:
             raise ValueError(
                 f"attend: key_padding_mask has shape {list(mask.shape)}; expected "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, dtype_name
+from lmdecode._checks import check_dense_tensor, dtype_name
 from lmdecode.models.checks import check_floats
 
 __all__ = ["check_memory", "indices"]
@@ -25,7 +25,7 @@ def check_memory(op: str, memory: Any, size: int | None, source: int) -> None:
 
 def indices(op: str, name: str, value: object, rows: int) -> Tensor:
     """Return [rows] integers as contiguous int32."""
-    check_dense_tensors(op, **{name: value})
+    check_dense_tensor(op, name, value)
     assert isinstance(value, Tensor)
     if value.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"{op}: {name} has dtype {dtype_name(value)}; expected integers")

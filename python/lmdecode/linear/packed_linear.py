@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from lmdecode._checks import (
+    check_dense_tensor,
     check_dense_tensors,
     check_int,
     check_no_gradient,
@@ -46,13 +45,12 @@ def _activation(op: str, name: object) -> int:
     return ACTIVATIONS[name]
 
 
-def _rows(op: str, name: str, value: object, size: int) -> Tensor:
-    """``[..., size]`` as ``[rows, size]``."""
-    check_dense_tensors(op, **{name: value})
+def _check_rows(op: str, name: str, value: object, size: int) -> None:
+    """Raise for anything but ``[..., size]``."""
+    check_dense_tensor(op, name, value)
     assert isinstance(value, Tensor)
     if value.dim() == 0 or value.shape[-1] != size:
         raise ValueError(f"{op}: {name} has shape {list(value.shape)}; expected [..., {size}]")
-    return value.reshape(math.prod(value.shape[:-1]), size)
 
 
 class PackedLinear:
@@ -373,41 +371,41 @@ class PackedLinear:
             gradient.
         """
         op = "PackedLinear"
-        rows = _rows(op, "x", x, self.in_features)
-        if self.input_order is not None:
-            rows = rows.index_select(1, self.input_order)
+        _check_rows(op, "x", x, self.in_features)
         check_no_gradient(op, x=x, multiplier=multiplier, residual=residual, out=out)
-        shape = (*x.shape[:-1], self.out_features)
+        number = _activation(op, activation)
+        for name, value in (("multiplier", multiplier), ("residual", residual), ("out", out)):
+            if value is not None:
+                self._check_like_y(name, value, x)
         arguments = (
-            rows,
+            x if self.input_order is None else x.index_select(-1, self.input_order),
             self.packed,
             self.out_features,
             self._format,
             self.bias,
-            _activation(op, activation),
-            None if multiplier is None else self._like_y("multiplier", multiplier, shape),
-            None if residual is None else self._like_y("residual", residual, shape),
+            number,
+            multiplier,
+            residual,
         )
         if out is None:
-            return _packed_linear(*arguments).view(shape)
-        out_rows = self._like_y("out", out, shape)
+            return _packed_linear(*arguments)
         if out.is_neg():
             raise ValueError(f"{op}: out is a negated view, which cannot be written in place")
         if not out.is_contiguous():
             raise ValueError(
                 f"{op}: out has strides {list(out.stride())}; expected a contiguous tensor"
             )
-        _packed_linear_out(*arguments, out=out_rows)
+        _packed_linear_out(*arguments, out=out)
         return out
 
-    def _like_y(self, name: str, value: object, shape: tuple[int, ...]) -> Tensor:
-        rows = _rows("PackedLinear", name, value, self.out_features)
+    def _check_like_y(self, name: str, value: object, x: Tensor) -> None:
+        _check_rows("PackedLinear", name, value, self.out_features)
         assert isinstance(value, Tensor)
+        shape = (*x.shape[:-1], self.out_features)
         if value.shape != shape:
             raise ValueError(
                 f"PackedLinear: {name} has shape {list(value.shape)}; expected {list(shape)}"
             )
-        return rows
 
     def __repr__(self) -> str:
         return (
@@ -417,17 +415,20 @@ class PackedLinear:
         )
 
 
-def _norm_rows(op: str, x: Tensor, *, eps: float, **others: Tensor | None) -> tuple[Tensor, float]:
-    """``x`` as [rows, size], and ``eps`` as a float."""
-    check_dense_tensors(op, x=x)
-    for name, other in others.items():
-        if other is not None:
-            check_dense_tensors(op, **{name: other})
-    check_no_gradient(op, x=x, **others)
+def _checked_eps(
+    op: str, x: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None = None
+) -> float:
+    """``eps`` as a float, once the tensors are seen to be dense and without a gradient."""
+    check_dense_tensor(op, "x", x)
+    if weight is not None:
+        check_dense_tensor(op, "weight", weight)
+    if bias is not None:
+        check_dense_tensor(op, "bias", bias)
+    check_no_gradient(op, x=x, weight=weight, bias=bias)
     eps = check_number(op, "eps", eps)
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape []; expected [..., size]")
-    return _rows(op, "x", x, x.shape[-1]), eps
+    return eps
 
 
 def layer_norm(
@@ -460,8 +461,7 @@ def layer_norm(
         An argument of another dtype, shape, device or value than expected, or that requires a
         gradient.
     """
-    rows, eps = _norm_rows("layer_norm", x, weight=weight, bias=bias, eps=eps)
-    return _layer_norm(rows, weight, bias, eps).view(x.shape)
+    return _layer_norm(x, weight, bias, _checked_eps("layer_norm", x, eps, weight, bias))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
@@ -492,5 +492,4 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> T
         An argument of another dtype, shape, device or value than expected, or that requires a
         gradient.
     """
-    rows, eps = _norm_rows("rms_norm", x, weight=weight, eps=eps)
-    return _rms_norm(rows, weight, eps).view(x.shape)
+    return _rms_norm(x, weight, _checked_eps("rms_norm", x, eps, weight))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lmdecode._checks import check_dense_tensors, dtype_name, type_error
+from lmdecode._checks import check_dense_tensor, dtype_name, type_error
 from lmdecode.linear.quantized_weight import JoinedWeight, LinearWeight, QuantizedWeight
 from lmdecode.models.configs import CausalConfig, DecoderConfig, Heads
 from lmdecode.models.mixers import GatedDeltaRule, Mamba2, Mixer
@@ -310,7 +310,7 @@ _Shape = tuple[int | None, ...]  # None: any size above 0
 
 def check_floats(op: str, name: str, value: object) -> None:
     """Raise for anything but a dense tensor of floats with values."""
-    check_dense_tensors(op, **{name: value})
+    check_dense_tensor(op, name, value)
     assert isinstance(value, Tensor)
     if not value.is_floating_point():
         raise ValueError(f"{op}: {name} has dtype {dtype_name(value)}; expected floats")

@@ -81,14 +81,11 @@ def _split(
     """Return a parameter as (number for all rows, tensor of one number for each row)."""
     if value is None:
         return off, None
+    if type(value) is type(off):
+        return value, None
     if isinstance(value, Tensor):
         check_layout(_OP, name, value)
         return off, _rows_of(name, value, dtype, logits)
-    if dtype.is_floating_point:
-        if type(value) is float:
-            return value, None
-    elif type(value) is int:
-        return value, None
     if is_list(value):
         return off, row_tensor(name, value, dtype, logits.device, dialect)
     if dtype.is_floating_point:
@@ -207,7 +204,8 @@ def top_k_top_p_sample(
         raise type_error(_OP, "logits", logits, "a tensor")
     if logits.requires_grad:
         logits = logits.detach()
-    check_layout(_OP, "logits", logits)
+    if logits.layout is not torch.strided:
+        check_layout(_OP, "logits", logits)
     if logits.dim() != 2:
         raise ValueError(
             f"{_OP}: logits has shape {list(logits.shape)}; expected 2 dimensions, [batch, vocab]"
@@ -267,11 +265,11 @@ def top_k_top_p_sample(
     if generator is None:
         if greedy or q is not None or (t_rows is None and t == 0.0):
             return call(-1, None)
-        if logits.device.type != "cpu" or torch.compiler.is_compiling():
+        if not logits.is_cpu or torch.compiler.is_compiling():
             # On the device, without a wait: a CUDA graph draws anew at each replay.
             return call(-1, torch.randint(0, MAX_INT, (logits.size(0),), device=logits.device))
     drawing = torch.default_generator if generator is None else generator
-    before, seeds = drawing.get_state(), _draw(drawing, len(logits))
+    before, seeds = drawing.get_state(), _draw(drawing, logits.size(0))
     try:
         return call(-1, sent(seeds, logits.device))
     except Exception:

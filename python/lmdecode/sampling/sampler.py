@@ -14,7 +14,7 @@ from lmdecode._checks import (
     check_bool,
     check_choice,
     check_count,
-    check_dense_tensors,
+    check_dense_tensor,
     check_int,
     type_error,
 )
@@ -276,7 +276,7 @@ class Sampler:
             check_count(op, "state['rules_capacity']", state["rules_capacity"], 0),
         )
         saved, shape = state["state"], [self.batch, ops.sampler_row_bytes(*sizes)]
-        check_dense_tensors(op, **{"state['state']": saved})
+        check_dense_tensor(op, "state['state']", saved)
         # Before memory is taken: sizes that came with the state may ask for any amount of it.
         if list(saved.shape) != shape:
             raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmdecode._checks import (
     MAX_INT,
-    check_dense_tensors,
+    check_dense_tensor,
     check_int,
     check_number,
     dtype_name,
@@ -189,7 +189,7 @@ def token_tensor(method: str, name: str, value: Any) -> Tensor:
             f"{_OP}.{method}: {name} has dtype {dtype_name(value)} and shape {list(value.shape)}; "
             f"expected int64 or int32, [n]"
         )
-    check_dense_tensors(f"{_OP}.{method}", **{name: value})
+    check_dense_tensor(f"{_OP}.{method}", name, value)
     if value.is_meta:
         raise ValueError(f"{_OP}.{method}: {name} is on meta; expected a tensor with data")
     return value.reshape(-1).to("cpu", torch.int64).contiguous()
