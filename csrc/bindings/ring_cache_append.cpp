@@ -44,9 +44,7 @@ class RingAppendArguments {
       check_apart_from_ring("position", *position_rows, values);
       p.positions.rows = integer_rows(*position_rows);
     } else {
-      if (!is_position(position)) {
-        fail(kOp, "position is ", position, "; expected 0 to 2^40");
-      }
+      if (!is_position(position)) fail(kOp, "position is ", position, "; expected 0 to 2^40");
     }
     p.positions.all = position;
   }

@@ -126,9 +126,7 @@ def check_int(
 
     ``kind`` and ``limits`` are the expected type and range in the errors.
     """
-    if type(value) is not int and (
-        isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))
-    ):
+    if type(value) is not int and not isinstance(value, torch.SymInt):
         if not is_int(value):
             raise type_error(op, name, value, kind)
         value = operator.index(value)
@@ -161,9 +159,7 @@ def check_number(
     With ``is_finite``, NaN and infinities are a ValueError. ``kind`` and ``limits`` are the
     expected type and range in the errors.
     """
-    if type(value) is not float and (
-        isinstance(value, bool) or not isinstance(value, (int, float))
-    ):
+    if type(value) is not float and type(value) is not int:
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return value  # type: ignore[return-value]
         if not is_real(value):

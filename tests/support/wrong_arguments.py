@@ -127,7 +127,7 @@ TAKES: dict[str, tuple[str, str]] = {
     "pack_quantized_linear": ("scales: 1-?", ""),
     "pack_gguf_linear": ("blocks: 0- 0+ meta", ""),
     "dequantize_gguf": ("blocks: 0- 0+ meta", ""),
-    "packed_linear": ("x: rank- rank+ 0-? 0+?", ""),
+    "packed_linear": ("x: rank+? rank-? 0-? 0+?", ""),
     "packed_linear_rows": ("x: rank+ rank- 0- 0+ 1- 1+", ""),
     "unpack_linear": ("packed: meta", ""),
     "batched_matmul": ("a: 1- 1+; b: 2- 2+", ""),
