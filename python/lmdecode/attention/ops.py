@@ -62,7 +62,6 @@ _sliding_window_attention = ops.sliding_window_attention.default
 _sliding_window_decode = ops.sliding_window_decode.default
 _merge_attention_states = ops.merge_attention_states.default
 _CONVENTIONS = ("masked", "visible")
-_PLACES = ("key_padding_mask", "block_table", "indirection")
 _MASK_DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16)
 # Queries up to which sliding_window_decode is called: beyond, keys are worth packing.
 _DECODE_TOKENS = 8
@@ -297,10 +296,12 @@ def sliding_window_attention(
             f"{op}: attn_mask was given with {given}; expected one of them: "
             "a mask alone decides what is visible"
         )
-    places = (key_padding_mask, block_table, indirection)
-    for name, place in zip(_PLACES, places, strict=True):
-        if place is not None:
-            check_dense_tensor(op, name, place)
+    if key_padding_mask is not None:
+        check_dense_tensor(op, "key_padding_mask", key_padding_mask)
+    if block_table is not None:
+        check_dense_tensor(op, "block_table", block_table)
+    if indirection is not None:
+        check_dense_tensor(op, "indirection", indirection)
     check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     if cu_seqlens_kv is None and block_table is None and indirection is None:
         cu_seqlens_kv = cu_seqlens_q
@@ -415,10 +416,12 @@ key_padding_mask, block_table, indirection, return_lse
             )
     check_dense_tensors(op, q=q, k=k, v=v)
     assert v is not None
-    places = (key_padding_mask, block_table, indirection)
-    for name, place in zip(_PLACES, places, strict=True):
-        if place is not None:
-            check_dense_tensor(op, name, place)
+    if key_padding_mask is not None:
+        check_dense_tensor(op, "key_padding_mask", key_padding_mask)
+    if block_table is not None:
+        check_dense_tensor(op, "block_table", block_table)
+    if indirection is not None:
+        check_dense_tensor(op, "indirection", indirection)
     check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     out, lse = _sliding_window_decode(
         q,
