@@ -9,6 +9,7 @@
 #include "linear/linear_epilogue.h"
 #include "linear/linear_group_products.h"
 #include "linear/linear_tuning.h"
+#include "linear/packed_linear_kernels.h"
 #include "simd/matrix_tiles.h"
 
 namespace lmdecode::LMD_SIMD::linear {
