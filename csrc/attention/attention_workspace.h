@@ -82,7 +82,7 @@ constexpr int64_t kMatrixStripRows = 32, kMatrixBlockKeys = 64;
 struct alignas(64) MatrixAttentionStrip {
   // See MatrixWeights.
   float sums[kMatrixStripRows * 16], exact_sums[kMatrixStripRows * 16];
-  float shift[kMatrixStripRows], shares[kMatrixStripRows];
+  float maximum[kMatrixStripRows], shift[kMatrixStripRows], shares[kMatrixStripRows];
   KeyRange range[kMatrixStripRows];  // keys that a row sees
   KeyRange seen, seen_by_all;        // by some row, by every row
   int64_t first_row, rows;

@@ -109,7 +109,8 @@ class MatrixAttention : TileRows<T> {
     const int64_t row = s->first_row + r;
     const KeyRange range = p_.keys_seen(tile_.sequence, this->token_of(row));
     s->range[r] = range;
-    s->shift[r] = std::numeric_limits<float>::max();  // the first weight above 0 gives another
+    s->maximum[r] = minus_infinity();
+    s->shift[r] = std::numeric_limits<float>::infinity();
     s->seen = hull(s->seen, range);
     s->seen_by_all = {max_of(s->seen_by_all.begin, range.begin),
                       min_of(s->seen_by_all.end, range.end)};
@@ -124,8 +125,7 @@ class MatrixAttention : TileRows<T> {
       for (int64_t r = 0; r < s.rows; ++r) {
         const double sum = sum_of(s.sums + r * kRowLanes);
         const double exact = wants_lse ? sum_of(s.exact_sums + r * kRowLanes) : sum;
-        const double max =
-            sum == 0.0 ? static_cast<double>(minus_infinity()) : -static_cast<double>(s.shift[r]);
+        const double max = static_cast<double>(sum == 0.0 ? minus_infinity() : s.maximum[r]);
         float* const row = w_.row;
         for (int64_t column = 0; column < size_.columns; ++column) {
           // -0 becomes 0: it would depend on the blocks that the rows beside see.
@@ -293,7 +293,7 @@ class MatrixAttention : TileRows<T> {
   }
   MatrixWeights weights_of(Strip* s, float* scores) const {
     float* const exact_sums = p_.lse == nullptr ? nullptr : s->exact_sums;
-    return {scores, s->shift, s->sums, exact_sums, s->shares, s->rows};
+    return {scores, s->maximum, s->shift, s->sums, exact_sums, s->shares, s->rows};
   }
 
   // Of the rows whose bits are set, after the products with all blocks before.

@@ -2,8 +2,10 @@
 // and vectors work side by side, scores that become weights.
 #pragma once
 
-#include "attention/attention_vec.h"
+#include <limits>
+
 #include "attention/attention_workspace.h"
+#include "attention/online_softmax.h"
 #include "simd/matrix_tiles.h"
 
 namespace lmdecode::LMD_SIMD::attention {
@@ -45,8 +47,11 @@ struct MatrixProduct {
 struct MatrixWeights {
   static constexpr int64_t kKeys = kMatrixBlockKeys, kSumLanes = 16;
 
-  float* scores;  // [rows, 64]
-  float* shift;   // [rows], of exponents: minus the maximum so far, or the largest number
+  float* scores;   // [rows, 64]
+  float* maximum;  // [rows], so far, in exponents of two
+  // [rows], of exponents: minus the maximum; infinite where it is minus infinity or large, so that
+  // all keys of the block are looked at.
+  float* shift;
   // [rows, 16]: of the weights as they multiply the values, so that a lone large one stays exact;
   // and before rounding, or null.
   float *sums, *exact_sums;
@@ -174,15 +179,18 @@ class MatrixStep {
     // By value: what functions do not see stays in registers.
     const bool wants_exact = w.exact_sums != nullptr;
     float* const exact_sums = wants_exact ? w.exact_sums + r * MatrixWeights::kSumLanes : nullptr;
+    Exponents exponents = {rows->factor, w.shift[r]};
     if (has_above_one(_mm512_max_epu16(first, last))) [[unlikely]] {
-      raise_maximum(scores, rows->factor, w.shift + r, w.shares + r, sums, exact_sums);
+      exponents = raise_maximum(scores, rows->factor, w.maximum + r, w.shift + r, w.shares + r,
+                                sums, exact_sums);
       rows->raised |= uint32_t{1} << r;
-      const __m512 new_shift = _mm512_set1_ps(w.shift[r]);
-      first = weigh<0>(scores, rows->factors, new_shift);
-      last = weigh<1>(scores, rows->factors, new_shift);
+      const __m512 factor = _mm512_set1_ps(exponents.factor);
+      const __m512 new_shift = _mm512_set1_ps(exponents.shift);
+      first = weigh<0>(scores, factor, new_shift);
+      last = weigh<1>(scores, factor, new_shift);
     }
     if (wants_exact) [[unlikely]]
-      add_exact(scores, rows->factor, w.shift[r], exact_sums);
+      add_exact(scores, exponents, exact_sums);
     _mm512_store_si512(scores, first);
     _mm512_store_si512(scores + kLanes, last);
     _mm512_store_ps(sums, add_pairs(add_pairs(_mm512_load_ps(sums), first), last));
@@ -208,28 +216,44 @@ class MatrixStep {
     return _mm512_add_ps(sum, _mm512_add_ps(_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd)));
   }
 
-  // Shifts a row by its maximum of this block. Its largest weight is 1 again, which rounding does
-  // not change.
-  [[gnu::noinline]] static void raise_maximum(const float* scores, float factor, float* shift,
-                                              float* share, float* sums, float* exact_sums) {
+  // score * factor + shift.
+  struct Exponents {
+    float factor, shift;
+  };
+
+  // Shifts a row by its maximum so far and of this block. Its largest weight is 1 again, which
+  // rounding does not change.
+  [[gnu::noinline]] static Exponents raise_maximum(float* scores, float factor, float* maximum,
+                                                   float* shift, float* share, float* sums,
+                                                   float* exact_sums) {
     F32 top = splat(minus_infinity());  // of NaN and a number max() gives the second, the number
     for (int64_t key = 0; key < MatrixWeights::kKeys; key += kLanes) {
       top = max(load(scores + key), top);
     }
-    const float maximum = reduce_max(top) * factor;
+    const float before = *maximum, of_block = reduce_max(top) * factor;
     *share = 1.0f;
-    if (!(maximum > minus_infinity())) return;  // NaN alone
-    *share = exp2_of(0.0f - maximum - *shift);
-    *shift = 0.0f - maximum;
-    store(sums, load(sums) * splat(*share));
-    if (exact_sums != nullptr) store(exact_sums, load(exact_sums) * splat(*share));
+    if (of_block > before) {
+      *maximum = of_block;
+      *share = exp2_of(before - of_block);
+      store(sums, load(sums) * splat(*share));
+      if (exact_sums != nullptr) store(exact_sums, load(exact_sums) * splat(*share));
+    }
+    if (!(*maximum > minus_infinity())) return {factor, 0.0f};  // hidden keys and NaN alone
+    if (is_large(*maximum)) {
+      *shift = std::numeric_limits<float>::infinity();
+      subtract_large(scores, 0, MatrixWeights::kKeys, factor, *maximum);
+      return {1.0f, 0.0f};
+    }
+    *shift = 0.0f - *maximum;
+    return {factor, *shift};
   }
 
-  [[gnu::noinline]] static void add_exact(const float* scores, float factor, float shift,
+  [[gnu::noinline]] static void add_exact(const float* scores, Exponents exponents,
                                           float* exact_sums) {
+    const F32 factor = splat(exponents.factor), shift = splat(exponents.shift);
     F32 sum = load(exact_sums);
     for (int64_t key = 0; key < MatrixWeights::kKeys; key += kLanes) {
-      sum = sum + exp2_of(multiply_add(load(scores + key), splat(factor), splat(shift)));
+      sum = sum + exp2_of(multiply_add(load(scores + key), factor, shift));
     }
     store(exact_sums, sum);
   }

@@ -22,6 +22,21 @@ inline F32 exponent_of(F32 score, F32 factor, F32 shift) {
 #endif
 }
 
+// From here on a maximum, in exponents of two, is rounded by more than an exponent may be off.
+constexpr float kLargeMaximum = 0x1p26f;
+
+inline bool is_large(float maximum) {
+  return maximum >= kLargeMaximum || (maximum <= -kLargeMaximum && maximum > minus_infinity());
+}
+
+// scores[begin .. end) become exponents below a large maximum. Products are rounded as the maximum
+// was, so that none is above 0.
+inline void subtract_large(float* scores, int64_t begin, int64_t end, float factor, float maximum) {
+  for (int64_t key = begin; key < end; key += kLanes) {
+    store(scores + key, load(scores + key) * splat(factor) - splat(maximum));
+  }
+}
+
 class OnlineSoftmax {
  public:
   static constexpr int64_t kSumLanes = 16;
@@ -38,7 +53,7 @@ class OnlineSoftmax {
   // Turns scores[begin .. end) into weights, calls put(key, weight) once for each, and rescales the
   // sums so far, out [size], to the new maximum. begin and end are multiples of 16.
   template <class Put>
-  void add(int64_t row, const float* scores, int64_t begin, int64_t end, float* out, int64_t size,
+  void add(int64_t row, float* scores, int64_t begin, int64_t end, float* out, int64_t size,
            const Put& put) {
     F32 top = load(scores + begin);
     for (int64_t key = begin + kLanes; key < end; key += kLanes) top = max(load(scores + key), top);
@@ -56,8 +71,13 @@ class OnlineSoftmax {
       }
     }
     // No key seen so far: shift by 0, so that -inf and NaN propagate.
-    const F32 shift = splat(new_max > minus_infinity() ? 0.0f - new_max : 0.0f);
-    const F32 factor = splat(factor_);
+    F32 shift = splat(new_max > minus_infinity() ? 0.0f - new_max : 0.0f);
+    F32 factor = splat(factor_);
+    if (is_large(new_max)) [[unlikely]] {
+      subtract_large(scores, begin, end, factor_, new_max);
+      shift = splat(0.0f);
+      factor = splat(1.0f);
+    }
     for (int64_t key = begin; key < end; key += kSumLanes) {
       F32 weight[kParts];
       for (int i = 0; i < kParts; ++i) {

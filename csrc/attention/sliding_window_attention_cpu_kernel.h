@@ -131,7 +131,7 @@ class TileAttention : TileRows<T, Cell> {
     return Dot::kPerElement == 1 ? static_cast<void*>(w_.scores) : static_cast<void*>(w_.weights);
   }
 
-  void add_row(int64_t row, const float* scores, KeyRange groups, Element* weights) {
+  void add_row(int64_t row, float* scores, KeyRange groups, Element* weights) {
     float* out = w_.out + row * out_stride_;
     if constexpr (Dot::kPerElement == 1) {
       softmax_.add(row, scores, groups.begin, groups.end, out, value_columns_,

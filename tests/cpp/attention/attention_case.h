@@ -38,6 +38,9 @@ class Numbers {
     const size_t step = static_cast<size_t>(size);
     for (size_t row = 0; row < values_.size() / step; ++row) set(row * step, value(row));
   }
+  void set_all(float value) {
+    for (size_t i = 0; i < values_.size(); ++i) set(i, value);
+  }
   void* data() const { return bytes_; }
   std::vector<char> copy() const {
     const char* const first = static_cast<const char*>(bytes_);
