@@ -153,7 +153,11 @@ class Result:
                     "minimum_us": timing.minimum * 1e6,
                     "median_us": timing.median * 1e6,
                     "calls": len(timing.samples),
-                    **{s: timing.in_state(s) for s in core_state.STATES if timing.states},
+                    **{
+                        f"{state}_us": [time * 1e6 for time in timing.in_state(state)]
+                        for state in core_state.STATES
+                        if timing.states
+                    },
                 }
                 for name, timing in self.timings.items()
             },

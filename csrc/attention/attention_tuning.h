@@ -18,9 +18,9 @@ constexpr int64_t kTileRows = 384;
 // Several threads take smaller tiles, down to this many rows, if there are too few tiles.
 constexpr int64_t kMinTileRows = 96;
 constexpr int64_t kTilesOfAThread = 8;
-// By the matrix units packing takes a larger part of the time, some 75 cycles a key, as long as 90
-// rows: more rows share it, and tiles have at least so many where each thread has one. What is
-// packed at a time stays in half of a core's second cache.
+// By the matrix units packing a key takes some 75 cycles, as long as 90 rows take. So up to
+// kMatrixPackingRows rows share it. With threads a tile has kMatrixMinRows, if each thread then has
+// one. What is packed at a time stays in half of a core's second cache.
 constexpr int64_t kMatrixPackingRows = 2048;
 constexpr int64_t kMatrixMinRows = 512;
 constexpr int64_t kMatrixSpanBytes = 1 << 20;

@@ -6,25 +6,9 @@
 
 #include "attention/attention_tuning.h"
 #include "attention/key_range.h"
+#include "common/split_memory.h"
 
 namespace lmdecode::attention {
-
-// Deals out memory, by lines of a cache; from null it only counts.
-class MemoryDealer {
- public:
-  explicit MemoryDealer(void* memory) : memory_(static_cast<char*>(memory)) {}
-
-  template <class Element>
-  void take(Element** pointer, int64_t count) {
-    if (memory_ != nullptr) *pointer = reinterpret_cast<Element*>(memory_ + used_);
-    used_ += (static_cast<size_t>(count) * sizeof(Element) + 63) / 64 * 64;
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* memory_;
-  size_t used_ = 0;
-};
 
 struct AttentionWorkspace {
   float* queries;           // [rows, depth]
@@ -50,23 +34,23 @@ constexpr int64_t padded_size(int64_t size) { return (size + 63) / 64 * 64; }
 // Deals out `memory`, of attention_workspace_bytes(); with null it only counts.
 inline size_t split_attention_workspace(void* memory, int64_t rows, int64_t head_size,
                                         int64_t value_size, AttentionWorkspace* w) {
-  MemoryDealer dealer(memory);
+  SplitMemory split(memory);
   constexpr int64_t kStep = tuning::kStepKeys;
   rows += kStripRows - 1;
-  dealer.take(&w->queries, rows * padded_size(head_size));
-  dealer.take(&w->keys, kStep * head_size);
-  dealer.take(&w->values, kStep * padded_size(value_size));
-  dealer.take(&w->out, rows * padded_size(value_size));
-  dealer.take(&w->scores, kStripRows * kStep);
-  dealer.take(&w->weights, kStripRows * kStep / 2);
-  dealer.take(&w->terms, kStripRows * kStep);
-  dealer.take(&w->row_max, rows);
-  dealer.take(&w->row_sum, rows * 16);
-  dealer.take(&w->row_begin, rows);
-  dealer.take(&w->row_end, rows);
-  dealer.take(&w->key_rows, kStep);
-  dealer.take(&w->value_rows, kStep);
-  return dealer.used();
+  split.take(&w->queries, rows * padded_size(head_size));
+  split.take(&w->keys, kStep * head_size);
+  split.take(&w->values, kStep * padded_size(value_size));
+  split.take(&w->out, rows * padded_size(value_size));
+  split.take(&w->scores, kStripRows * kStep);
+  split.take(&w->weights, kStripRows * kStep / 2);
+  split.take(&w->terms, kStripRows * kStep);
+  split.take(&w->row_max, rows);
+  split.take(&w->row_sum, rows * 16);
+  split.take(&w->row_begin, rows);
+  split.take(&w->row_end, rows);
+  split.take(&w->key_rows, kStep);
+  split.take(&w->value_rows, kStep);
+  return split.used();
 }
 
 inline size_t attention_workspace_bytes(int64_t rows, int64_t head_size, int64_t value_size) {
@@ -114,16 +98,16 @@ struct MatrixAttentionSizes {
   size_t split(void* memory, int64_t rows, MatrixAttentionWorkspace* w) const {
     constexpr int64_t kTileElements = 256, kBlock = kMatrixStripRows * kMatrixBlockKeys;
     const int64_t strips = (rows + kMatrixStripRows - 1) / kMatrixStripRows;
-    MemoryDealer dealer(memory);
-    dealer.take(&w->strips, strips);
-    dealer.take(&w->queries, strips * 2 * depth * kTileElements);
-    dealer.take(&w->out, strips * 2 * columns * kTileElements);
-    dealer.take(&w->keys, span_keys() / 16 * depth * kTileElements);
-    dealer.take(&w->values, span_keys() / 32 * columns * kTileElements);
-    dealer.take(&w->scores, 2 * kBlock);
-    dealer.take(&w->terms, 2 * kBlock);
-    dealer.take(&w->row, 16 * columns);
-    return dealer.used();
+    SplitMemory split(memory);
+    split.take(&w->strips, strips);
+    split.take(&w->queries, strips * 2 * depth * kTileElements);
+    split.take(&w->out, strips * 2 * columns * kTileElements);
+    split.take(&w->keys, span_keys() / 16 * depth * kTileElements);
+    split.take(&w->values, span_keys() / 32 * columns * kTileElements);
+    split.take(&w->scores, 2 * kBlock);
+    split.take(&w->terms, 2 * kBlock);
+    split.take(&w->row, 16 * columns);
+    return split.used();
   }
 };
 

@@ -70,6 +70,7 @@ class MatrixAttention : TileRows<T> {
   static constexpr int64_t kTileFloats = kMatrixTileRows * kMatrixTileColumns;
   static constexpr int64_t kTileBytes = 4 * kTileFloats;
   static constexpr int64_t kRowLanes = MatrixWeights::kSumLanes;
+  static_assert(kRows == 2 * kMatrixTileRows && kTileFloats == 256 && kRowLanes == 16);
 
   using Strip = MatrixAttentionStrip;
 
@@ -125,13 +126,12 @@ class MatrixAttention : TileRows<T> {
       for (int64_t r = 0; r < s.rows; ++r) {
         const double sum = sum_of(s.sums + r * kRowLanes);
         const double exact = wants_lse ? sum_of(s.exact_sums + r * kRowLanes) : sum;
-        const double max = static_cast<double>(sum == 0.0 ? minus_infinity() : s.maximum[r]);
         float* const row = w_.row;
         for (int64_t column = 0; column < size_.columns; ++column) {
           // -0 becomes 0: it would depend on the blocks that the rows beside see.
           store(row + column * kMatrixTileColumns, load(out_at(s, r, column)) + splat(0.0f));
         }
-        this->finish_row(s.first_row + r, max, sum, exact, row);
+        this->finish_row(s.first_row + r, static_cast<double>(s.maximum[r]), sum, exact, row);
       }
     }
   }

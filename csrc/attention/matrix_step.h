@@ -222,7 +222,8 @@ class MatrixStep {
   };
 
   // Shifts a row by its maximum so far and of this block. Its largest weight is 1 again, which
-  // rounding does not change.
+  // rounding does not change; or near it from a maximum of 2^17 on, which is itself rounded: such
+  // rows come here again.
   [[gnu::noinline]] static Exponents raise_maximum(float* scores, float factor, float* maximum,
                                                    float* shift, float* share, float* sums,
                                                    float* exact_sums) {

@@ -22,7 +22,7 @@ inline F32 exponent_of(F32 score, F32 factor, F32 shift) {
 #endif
 }
 
-// From here on a maximum, in exponents of two, is rounded by more than an exponent may be off.
+// From here on a rounded maximum may be off by 4 and more, in exponents of two.
 constexpr float kLargeMaximum = 0x1p26f;
 
 inline bool is_large(float maximum) {

@@ -1,10 +1,9 @@
 // sliding_window_attention on the CPU, compiled once for each CPU capability. See simd/vec.h.
 //
 // A tile has some queries of a sequence with all query heads of one KV head as its rows, token by
-// token, six rows a strip. Keys and values come in steps of
-// kStepKeys, packed once for all of the tile's rows; within a step each strip takes the groups of
-// keys that its own rows see: scores, softmax with the maximum so far, and the product with the
-// values, added to what the strip has.
+// token, six rows a strip. Keys and values come in steps of kStepKeys, packed once for all of the
+// tile's rows; within a step each strip takes the groups of keys that its own rows see: scores,
+// softmax with the maximum so far, and the product with the values, added to what the strip has.
 #pragma once
 
 #include "attention/attention_workspace.h"
@@ -55,6 +54,7 @@ class TileAttention : TileRows<T, Cell> {
 
  private:
   static constexpr int64_t kStep = tuning::kStepKeys;
+  static_assert(kTileRowCount == kStripRows);
   // A score is the sum of one chain of additions for each 128 elements of the head, in their order:
   // one chain for all of a head of 512 has twice the rounding error. Levels that round products
   // before they add them have one for each 32.

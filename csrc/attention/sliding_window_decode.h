@@ -12,6 +12,7 @@
 
 #include "attention/attention_tuning.h"
 #include "attention/sliding_window_attention.h"
+#include "common/split_memory.h"
 #include "simd/kernel_levels.h"
 
 namespace lmdecode::attention {
@@ -68,26 +69,19 @@ constexpr int64_t padded_decode_size(int64_t size) { return (size + 31) / 32 * 3
 
 inline size_t split_decode_workspace(void* memory, int64_t rows, int64_t head_size,
                                      int64_t value_size, DecodeWorkspace* w) {
-  size_t used = 0;
-  const auto take = [&](auto** pointer, int64_t count) {
-    using Pointer = decltype(*pointer + 0);
-    if (memory != nullptr) {
-      *pointer = reinterpret_cast<Pointer>(static_cast<char*>(memory) + used);
-    }
-    used += (static_cast<size_t>(count) * sizeof(**pointer) + 63) / 64 * 64;
-  };
+  SplitMemory split(memory);
   rows = padded_decode_rows(rows);
-  take(&w->queries, (rows < 8 ? 8 : rows) * padded_decode_size(head_size));
-  take(&w->scores, rows * tuning::kSplitKeys);
-  take(&w->weights, rows * tuning::kSplitKeys / 2);
-  take(&w->terms, tuning::kSplitKeys);
-  take(&w->row_sum, rows * 16);
-  take(&w->row_begin, rows);
-  take(&w->row_end, rows);
-  take(&w->keys, 32 * padded_decode_size(head_size));
-  take(&w->values, 32 * padded_decode_size(value_size));
-  take(&w->token_rows, 64);
-  return used;
+  split.take(&w->queries, (rows < 8 ? 8 : rows) * padded_decode_size(head_size));
+  split.take(&w->scores, rows * tuning::kSplitKeys);
+  split.take(&w->weights, rows * tuning::kSplitKeys / 2);
+  split.take(&w->terms, tuning::kSplitKeys);
+  split.take(&w->row_sum, rows * 16);
+  split.take(&w->row_begin, rows);
+  split.take(&w->row_end, rows);
+  split.take(&w->keys, 32 * padded_decode_size(head_size));
+  split.take(&w->values, 32 * padded_decode_size(value_size));
+  split.take(&w->token_rows, 64);
+  return split.used();
 }
 
 inline size_t decode_workspace_bytes(int64_t rows, int64_t head_size, int64_t value_size) {

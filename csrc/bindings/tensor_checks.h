@@ -16,6 +16,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include "bindings/torch_error_check.h"
 #include "common/half.h"
@@ -261,9 +262,10 @@ inline void check_apart(const char* op, const char* name, const Tensor& tensor,
 // A contiguous, uninitialised tensor on the device of `like`. By the C shim: a call through the
 // dispatcher takes longer than a small row.
 inline Tensor new_tensor(const Tensor& like, const int64_t* shape, int64_t rank, ScalarType type) {
-  constexpr int64_t kMaxRank = 64;  // torch's
-  int64_t strides[kMaxRank];
-  if (rank > kMaxRank) throw std::invalid_argument("a tensor has more than 64 dimensions");
+  constexpr int64_t kUsualRank = 8;
+  int64_t few[kUsualRank];
+  std::vector<int64_t> many(static_cast<size_t>(rank > kUsualRank ? rank : 0));
+  int64_t* const strides = rank > kUsualRank ? many.data() : few;
   for (int64_t i = rank - 1, stride = 1; i >= 0; --i) {
     strides[i] = stride;
     stride *= shape[i] > 0 ? shape[i] : 1;

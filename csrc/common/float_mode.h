@@ -1,4 +1,4 @@
-// IEEE arithmetic during a kernel, overriding torch.set_flush_denormal and the caller's mode of
+// Modes of arithmetic during a kernel, overriding torch.set_flush_denormal and the caller's mode of
 // this thread.
 #pragma once
 
@@ -26,10 +26,10 @@ class ScopedIeeeMode {
 };
 
 #if defined(__x86_64__)
-// Subnormal numbers count as 0, as operands and as results.
+// Results that are subnormal become 0. Operands stay: 0 times the -inf of a hidden key is NaN.
 class ScopedFlushMode {
  public:
-  ScopedFlushMode() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
+  ScopedFlushMode() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8000u); }
   ~ScopedFlushMode() { _mm_setcsr(saved_); }
 
  private:

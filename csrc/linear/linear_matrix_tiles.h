@@ -50,8 +50,9 @@ struct RowTiles {
 // tiles.
 inline LinearRowCut cut_to_tiles(int64_t row_bytes, int64_t rows) {
   using namespace tuning;
+  constexpr int64_t kPair = 2 * kMatrixTileRows;
   int64_t block = kMatrixMostRows;
-  if (row_bytes * block > kMatrixBlockBytes) block = kMatrixBlockBytes / row_bytes / 32 * 32;
+  if (row_bytes * block > kMatrixBlockBytes) block = kMatrixBlockBytes / row_bytes / kPair * kPair;
   if (block < kMatrixLeastRows) block = kMatrixLeastRows;
   if (rows <= kMatrixTileRows) return {block, 0};
   return {block, RowTiles::of({nullptr, nullptr, row_bytes, rows}).height};
@@ -209,8 +210,9 @@ void multiply_many_rows(const Panels<Dot>& panels, const LinearInput& input, con
     const char* const weights = panels.at(panel);
     const char* const rest = depth.rest_of(weights, memory);
     for (int64_t part = 0; part < parts; ++part) {
-      const int64_t first = depth.whole * part / parts, last = depth.whole * (part + 1) / parts;
       const bool is_last = part + 1 == parts;
+      const int64_t first = depth.count() * part / parts;
+      const int64_t last = is_last ? depth.whole : depth.count() * (part + 1) / parts;
       const char* const next = is_last ? panels.at(panel + 1) : weights + last * kTileStride;
       const auto ahead = [&](int, int64_t k) { return next + k * kTileStride; };
       const auto add = [&]<int kRowTiles>(int64_t pair) {
