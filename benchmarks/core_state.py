@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import cache
 
 import lmdecode
-from benchmarks.attention.peak import TILE_CONFIG, compiled, has_tiles
+from benchmarks.attention.peak import TILE_CONFIG, has_tiles
+from benchmarks.compiled import compiled
 
 STATES = ("quick", "slow")
 # Nanoseconds of a step, from the gap between the two in a histogram.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import lmdecode
-from benchmarks.attention.peak import compiled
+from benchmarks.compiled import compiled
 
 _COPY_CHUNK = 128 << 20  # more than caches hold
 _ABSENT = 0x7FC12345  # a NaN in float32 and, by its upper half, in bfloat16

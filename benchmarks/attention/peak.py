@@ -6,16 +6,13 @@ Compiled from C when it is asked for: no library offers it, and ``torch.mm`` sta
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import lmdecode
+from benchmarks.compiled import compiled
 
 # With which of its dtypes multiply_add() does the products of a weight format.
 INSTRUCTIONS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8", "int4": "int8"}
@@ -75,19 +72,6 @@ def has_tiles() -> bool:
     """Whether the processor has tiles, and Linux permits them; not where they are emulated."""
     file = Path("/proc/cpuinfo")
     return file.exists() and " amx_tile " in file.read_text() and _tiles_are_permitted()
-
-
-def compiled(source: str, *flags: str) -> ctypes.CDLL | None:
-    """Return a library of C; None without a compiler that takes it."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        file, library = Path(folder) / "peak.c", Path(folder) / "peak.so"
-        file.write_text(source)
-        command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", *flags]
-        done = subprocess.run([*command, str(file), "-o", str(library)], check=False)
-        return ctypes.CDLL(str(library)) if done.returncode == 0 else None
 
 
 @cache
