@@ -67,6 +67,20 @@ _MASK_DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16)
 _DECODE_TOKENS = 8
 
 
+def _check_key_tensors(
+    op: str,
+    key_padding_mask: Tensor | None,
+    block_table: Tensor | None,
+    indirection: Tensor | None,
+) -> None:
+    if key_padding_mask is not None:
+        check_dense_tensor(op, "key_padding_mask", key_padding_mask)
+    if block_table is not None:
+        check_dense_tensor(op, "block_table", block_table)
+    if indirection is not None:
+        check_dense_tensor(op, "indirection", indirection)
+
+
 def _bound(op: str, name: str, value: int | None, least: int) -> int:
     """A window as the op takes it: -1 for none."""
     if value is None:
@@ -296,12 +310,7 @@ def sliding_window_attention(
             f"{op}: attn_mask was given with {given}; expected one of them: "
             "a mask alone decides what is visible"
         )
-    if key_padding_mask is not None:
-        check_dense_tensor(op, "key_padding_mask", key_padding_mask)
-    if block_table is not None:
-        check_dense_tensor(op, "block_table", block_table)
-    if indirection is not None:
-        check_dense_tensor(op, "indirection", indirection)
+    _check_key_tensors(op, key_padding_mask, block_table, indirection)
     check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     if cu_seqlens_kv is None and block_table is None and indirection is None:
         cu_seqlens_kv = cu_seqlens_q
@@ -416,12 +425,7 @@ key_padding_mask, block_table, indirection, return_lse
             )
     check_dense_tensors(op, q=q, k=k, v=v)
     assert v is not None
-    if key_padding_mask is not None:
-        check_dense_tensor(op, "key_padding_mask", key_padding_mask)
-    if block_table is not None:
-        check_dense_tensor(op, "block_table", block_table)
-    if indirection is not None:
-        check_dense_tensor(op, "indirection", indirection)
+    _check_key_tensors(op, key_padding_mask, block_table, indirection)
     check_no_gradient(op, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     out, lse = _sliding_window_decode(
         q,
