@@ -124,8 +124,9 @@ class MatrixAttention : TileRows<T> {
     for (int64_t i = 0; i < strips_; ++i) {
       const Strip& s = w_.strips[i];
       for (int64_t r = 0; r < s.rows; ++r) {
-        const double sum = sum_of(s.sums + r * kRowLanes);
-        const double exact = wants_lse ? sum_of(s.exact_sums + r * kRowLanes) : sum;
+        const double sum = OnlineSoftmax::sum_of_lanes(s.sums + r * kRowLanes);
+        const double exact =
+            wants_lse ? OnlineSoftmax::sum_of_lanes(s.exact_sums + r * kRowLanes) : sum;
         float* const row = w_.row;
         for (int64_t column = 0; column < size_.columns; ++column) {
           // -0 becomes 0: it would depend on the blocks that the rows beside see.
@@ -134,12 +135,6 @@ class MatrixAttention : TileRows<T> {
         this->finish_row(s.first_row + r, static_cast<double>(s.maximum[r]), sum, exact, row);
       }
     }
-  }
-
-  static double sum_of(const float* lanes) {
-    double sum = 0.0;
-    for (int64_t i = 0; i < kRowLanes; ++i) sum += static_cast<double>(lanes[i]);
-    return sum;
   }
 
   // ---- places
@@ -205,18 +200,10 @@ class MatrixAttention : TileRows<T> {
     for (int turn = 1; before.strip != nullptr || now.strip != nullptr || next.strip != nullptr;
          turn = 1 - turn) {
       float* const scores = w_.scores + turn * kRows * kKeys;
-      if (now.is_edge) {
-        finish_scores(now, scores);
-      }
+      if (now.is_edge) finish_scores(now, scores);
       float* const other = w_.scores + (1 - turn) * kRows * kKeys;
-      const MatrixProduct outputs =
-          before.strip == nullptr ? MatrixProduct{} : outputs_of(before, other);
-      const MatrixProduct products =
-          next.strip == nullptr ? MatrixProduct{} : scores_of(next, other);
-      const MatrixWeights weights =
-          now.strip == nullptr ? MatrixWeights{} : weights_of(now.strip, scores);
-      const uint32_t raised = step_.run(before.strip == nullptr ? nullptr : &outputs,
-                                        next.strip == nullptr ? nullptr : &products, weights);
+      const uint32_t raised =
+          step_.run(outputs_of(before, other), scores_of(next, other), weights_of(now, scores));
       if (raised != 0) scale_outputs(*now.strip, raised);
       before = now;
       now = next;
@@ -265,7 +252,9 @@ class MatrixAttention : TileRows<T> {
 
   // ---- a step
 
+  // Nothing where there is no block.
   MatrixProduct outputs_of(const Item& item, const float* weights) const {
+    if (item.strip == nullptr) return {};
     return {reinterpret_cast<const char*>(weights),
             4 * kKeys,
             reinterpret_cast<const char*>(values_at(item.key)),
@@ -279,6 +268,7 @@ class MatrixAttention : TileRows<T> {
             kMatrixTileBytes};
   }
   MatrixProduct scores_of(const Item& item, float* scores) const {
+    if (item.strip == nullptr) return {};
     return {reinterpret_cast<const char*>(queries_of(*item.strip)),
             4 * query_stride(),
             reinterpret_cast<const char*>(keys_at(item.key)),
@@ -291,7 +281,9 @@ class MatrixAttention : TileRows<T> {
             kMatrixTileRows * kKeys,
             4 * kKeys};
   }
-  MatrixWeights weights_of(Strip* s, float* scores) const {
+  MatrixWeights weights_of(const Item& item, float* scores) const {
+    Strip* const s = item.strip;
+    if (s == nullptr) return {};
     float* const exact_sums = p_.lse == nullptr ? nullptr : s->exact_sums;
     return {scores, s->maximum, s->shift, s->sums, exact_sums, s->shares, s->rows};
   }

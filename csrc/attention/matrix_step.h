@@ -32,7 +32,8 @@ inline __m512 rough_exp2(__m512 x) {
   return _mm512_scalef_ps(_mm512_fmadd_ps(p, f, _mm512_set1_ps(0.99992522f)), x);
 }
 
-// c (+)= a b for two tiles of rows and some tiles of columns, along a depth of tiles.
+// c (+)= a b for two tiles of rows and some tiles of columns, along a depth of tiles. Without
+// columns there is nothing to do.
 struct MatrixProduct {
   const char* a;  // [32], a_stride bytes apart; 64 bytes along the depth
   int64_t a_stride;
@@ -64,21 +65,18 @@ class MatrixStep {
   // factor: from scores to exponents of two.
   explicit MatrixStep(float factor) : factor_(factor) {}
 
-  // c += a b of `outputs`, then c = a b of `scores`, either of which may be null, beside the
-  // weights. A bit for each row whose maximum rose: what it has in its outputs counts by its share.
-  uint32_t run(const MatrixProduct* outputs, const MatrixProduct* scores,
+  // c += a b of `outputs`, then c = a b of `scores`, beside the weights. A bit for each row whose
+  // maximum rose: what it has in its outputs counts by its share.
+  uint32_t run(const MatrixProduct& outputs, const MatrixProduct& scores,
                const MatrixWeights& weights) const {
     Rows rows = {weights, 0, factor_, _mm512_set1_ps(factor_), 0};
     constexpr int64_t kFewSteps = 24;  // of the depths of all columns, for two rows of weights each
-    const auto steps_of = [](const MatrixProduct* p) {
-      return p == nullptr ? 0 : p->depth * p->columns;
-    };
-    if (steps_of(outputs) + steps_of(scores) <= kFewSteps) {
-      if (outputs != nullptr) multiply<true, 2>(*outputs, &rows);
-      if (scores != nullptr) multiply<false, 2>(*scores, &rows);
+    if (outputs.depth * outputs.columns + scores.depth * scores.columns <= kFewSteps) {
+      multiply<true, 2>(outputs, &rows);
+      multiply<false, 2>(scores, &rows);
     } else {
-      if (outputs != nullptr) multiply<true, 1>(*outputs, &rows);
-      if (scores != nullptr) multiply<false, 1>(*scores, &rows);
+      multiply<true, 1>(outputs, &rows);
+      multiply<false, 1>(scores, &rows);
     }
     while (rows.row < rows.w.rows) add_row(&rows, []<int kPart>() {});
     return rows.raised;
@@ -95,6 +93,7 @@ class MatrixStep {
 
   template <bool kAdds, int kRowsOfStep>
   [[gnu::always_inline]] static void multiply(const MatrixProduct& p, Rows* rows) {
+    if (p.columns == 0) return;
     float* done = nullptr;
     for (int64_t column = 0; column < p.columns; column += 2) {
       done = multiply_column<kAdds, kRowsOfStep, 0, 6>(p, column, done, rows);

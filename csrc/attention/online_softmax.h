@@ -90,11 +90,10 @@ class OnlineSoftmax {
   }
 
   float max_of_row(int64_t row) const { return row_max_[row]; }
-  double sum_of_row(int64_t row) const {
+  double sum_of_row(int64_t row) const { return sum_of_lanes(row_sum_ + row * kSumLanes); }
+  static double sum_of_lanes(const float* lanes) {
     double sum = 0.0;
-    for (int64_t i = 0; i < kSumLanes; ++i) {
-      sum += static_cast<double>(row_sum_[row * kSumLanes + i]);
-    }
+    for (int64_t i = 0; i < kSumLanes; ++i) sum += static_cast<double>(lanes[i]);
     return sum;
   }
 

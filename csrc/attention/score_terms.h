@@ -83,6 +83,17 @@ struct ScoreRule {
   float distance;      // of the row's position from key 0 of the step
   const float* terms;  // [keys], or null
 
+  // Of a row, for a step of keys from `first` on.
+  static ScoreRule of(const SlidingWindowAttentionParams& p, int64_t sequence, int64_t head,
+                      int64_t token, int64_t first, const float* terms) {
+    ScoreRule rule = {p.scale, p.softcap, 0.0f, 0.0f, terms};
+    if (p.alibi_slopes != nullptr) {
+      rule.slope = p.alibi_slopes[sequence * p.alibi_sequence_stride + head];
+      rule.distance = static_cast<float>(p.position(sequence, token) - first);
+    }
+    return rule;
+  }
+
   void apply(float* scores, int64_t begin, int64_t end) const {
     const F32 minus_inf = splat(minus_infinity());
     for (int64_t key = begin; key < end; key += kLanes) {

@@ -414,13 +414,9 @@ class DecodeAttention {
   }
 
   [[gnu::noinline]] void apply_rule(int64_t row, KeyRange groups, float* scores) {
-    ScoreRule rule = {p_.scale, p_.softcap, 0.0f, 0.0f,
-                      p_.key_padding == nullptr ? nullptr : w_.terms};
-    if (p_.alibi_slopes != nullptr) {
-      rule.slope = p_.alibi_slopes[part_.sequence * p_.alibi_sequence_stride + head_of(row)];
-      rule.distance = static_cast<float>(p_.position(part_.sequence, row / p_.group()) - first_);
-    }
-    rule.apply(scores, groups.begin, groups.end);
+    const float* const terms = p_.key_padding == nullptr ? nullptr : w_.terms;
+    ScoreRule::of(p_, part_.sequence, head_of(row), row / p_.group(), first_, terms)
+        .apply(scores, groups.begin, groups.end);
   }
 
   const SlidingWindowAttentionParams& p_;

@@ -72,12 +72,8 @@ class TileRows {
   // Products to scores, of keys first + `groups`; terms: null without masks.
   void apply_rule(int64_t row, int64_t first, KeyRange groups, const float* terms,
                   float* scores) const {
-    ScoreRule rule = {p_.scale, p_.softcap, 0.0f, 0.0f, terms};
-    if (p_.alibi_slopes != nullptr) {
-      rule.slope = p_.alibi_slopes[tile_.sequence * p_.alibi_sequence_stride + head_of(row)];
-      rule.distance = static_cast<float>(p_.position(tile_.sequence, token_of(row)) - first);
-    }
-    rule.apply(scores, groups.begin, groups.end);
+    ScoreRule::of(p_, tile_.sequence, head_of(row), token_of(row), first, terms)
+        .apply(scores, groups.begin, groups.end);
   }
 
   // max: exponent of two; sum: of the weights that multiplied the values, which gave `from`.
