@@ -250,17 +250,19 @@ class WarpRows {
         const float old_max = row_max[t][h], new_max = fmaxf(old_max, top * factor);
         const float share = new_max > old_max ? cuda::exp2_approximate(old_max - new_max) : 1.0f;
         // No key seen so far: shift by 0, so that -inf and NaN propagate.
-        const float shift = new_max > minus_infinity() ? 0.0f - new_max : 0.0f;
-        float sum = 0.0f;
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& score = scores[t][n][h * 2 + i];
-            score = cuda::exp2_approximate(__fmaf_rn(score, factor, shift));
-            sum += score;
-          }
+        float shift = new_max > minus_infinity() ? 0.0f - new_max : 0.0f, from_score = factor;
+        if (is_large(new_max)) {
+          for_each_of_row(scores[t], h, [&](float& score) {
+            score = exponent_below_large(score, factor, new_max);
+          });
+          shift = 0.0f;
+          from_score = 1.0f;
         }
+        float sum = 0.0f;
+        for_each_of_row(scores[t], h, [&](float& score) {
+          score = cuda::exp2_approximate(__fmaf_rn(score, from_score, shift));
+          sum += score;
+        });
         row_max[t][h] = new_max;
         row_sum[t][h] = row_sum[t][h] * share + sum;
 #pragma unroll
@@ -312,6 +314,17 @@ class WarpRows {
           row_sum[t][h] += __shfl_xor_sync(cuda::kFullMask, row_sum[t][h], offset);
         }
       }
+    }
+  }
+
+  // Calls apply(score) for those of one of a thread's two rows of a tile.
+  template <class Apply>
+  static __device__ __forceinline__ void for_each_of_row(float (&scores)[kKeys / 8][4], int row,
+                                                         const Apply& apply) {
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+      apply(scores[n][row * 2]);
+      apply(scores[n][row * 2 + 1]);
     }
   }
 

@@ -22,13 +22,6 @@ inline F32 exponent_of(F32 score, F32 factor, F32 shift) {
 #endif
 }
 
-// From here on a rounded maximum may be off by 4 and more, in exponents of two.
-constexpr float kLargeMaximum = 0x1p26f;
-
-inline bool is_large(float maximum) {
-  return maximum >= kLargeMaximum || (maximum <= -kLargeMaximum && maximum > minus_infinity());
-}
-
 // scores[begin .. end) become exponents below a large maximum. Products are rounded as the maximum
 // was, so that none is above 0.
 inline void subtract_large(float* scores, int64_t begin, int64_t end, float factor, float maximum) {

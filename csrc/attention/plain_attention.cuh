@@ -137,8 +137,10 @@ __device__ void attend_plainly(const SlidingWindowAttentionParams& p, const Atte
       const float new_max = fmaxf(row_max[r], top * factor);
       share[r] = new_max > row_max[r] ? exp2f(row_max[r] - new_max) : 1.0f;
       row_max[r] = new_max;
-      const float weight =
-          exp2f(__fmaf_rn(score, factor, new_max > minus_infinity() ? 0.0f - new_max : 0.0f));
+      // No key seen so far: shift by 0, so that -inf and NaN propagate.
+      const float shift = new_max > minus_infinity() ? 0.0f - new_max : 0.0f;
+      const float weight = exp2f(is_large(new_max) ? exponent_below_large(score, factor, new_max)
+                                                   : __fmaf_rn(score, factor, shift));
       row_sum[r] = row_sum[r] * share[r] + weight;
       storage.weights[row][lane] = weight;
     }

@@ -1,10 +1,16 @@
-// The divisor and lse of a row, for the CPU and the CUDA kernels.
+// The maximum, divisor and lse of a row, for the CPU and the CUDA kernels.
 #pragma once
 
 #include "common/exp_weight.h"
 #include "common/float64.h"
 
 namespace lmdecode::attention {
+
+// Whether a maximum, an exponent of two, is so large that it is rounded by 4 and more.
+LMD_HOST_DEVICE bool is_large(float maximum) {
+  constexpr float kLarge = 0x1p26f;
+  return maximum >= kLarge || (maximum <= -kLarge && maximum > minus_infinity());
+}
 
 // The sum of a row's weights, sink included: out / divisor is the result.
 struct RowTotal {

@@ -255,4 +255,18 @@ inline std::unique_ptr<Case> random_case(uint64_t seed, DType dtype, bool decode
   return c;
 }
 
+// Scores whose rounding is larger than the range of the exponents; equal ones share the weight.
+inline std::unique_ptr<Case> case_of_large_scores(DType dtype, bool decode) {
+  auto c = random_case(2, dtype, decode, 300, 32);
+  c->p.scale = 1e11f;
+  c->p.softcap = 0.0f;
+  c->p.alibi_slopes = nullptr;
+  c->sinks.clear();
+  c->p.sinks = nullptr;
+  c->q->set_all(1.0f);
+  c->k->set_all(0.0f);
+  c->k->set_first(32, [](size_t row) { return row % 2 == 0 ? 2.3f : 1.7f; });
+  return c;
+}
+
 }  // namespace lmdecode::attention::test

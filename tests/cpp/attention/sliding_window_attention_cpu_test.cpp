@@ -75,17 +75,7 @@ void run_cases(const Tiles& run, DType dtype, DType products) {
       check_case(run, c.get(), products);
     }
   }
-  // Scores whose rounding is larger than the range of the exponents; equal ones share the weight.
-  const std::unique_ptr<Case> c = random_case(2, dtype, false, 300, 32);
-  c->p.scale = 1e11f;
-  c->p.softcap = 0.0f;
-  c->p.alibi_slopes = nullptr;
-  c->sinks.clear();
-  c->p.sinks = nullptr;
-  c->q->set_all(1.0f);
-  c->k->set_all(0.0f);
-  c->k->set_first(32, [](size_t row) { return row % 2 == 0 ? 2.3f : 1.7f; });
-  check_case(run, c.get(), products);
+  check_case(run, case_of_large_scores(dtype, false).get(), products);
   c->p.scale = 1e-39f;  // subnormal
   check_case(run, c.get(), products);
 }

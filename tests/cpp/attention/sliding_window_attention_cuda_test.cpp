@@ -25,6 +25,9 @@ void run_cases(DType dtype, uint64_t first_seed, int count, int64_t size = 0) {
     c->check(rounding_of(dtype));
     --count;
   }
+  const std::unique_ptr<Case> large = case_of_large_scores(dtype, false);
+  CHECK((run<T, kSize, kPlain>(large->p, 0)));
+  large->check(rounding_of(dtype));
 }
 
 TEST(bfloat16_64) { run_cases<BFloat16, 64, false>(DType::kBFloat16, 0, 120); }

@@ -70,6 +70,9 @@ void run_cases(Parts parts, Heads heads, DType dtype) {
     decode(parts, heads, c->p, split, /*to_first_cache=*/true);
     CHECK(std::memcmp(before.data(), c->p.out, bytes) == 0);
   }
+  const std::unique_ptr<Case> large = case_of_large_scores(dtype, true);
+  decode(parts, heads, large->p, 64);
+  large->check(tolerance_of(dtype));
 }
 
 using Bits = std::vector<uint16_t>;
