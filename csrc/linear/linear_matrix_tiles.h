@@ -243,8 +243,8 @@ void multiply_many_rows(const Panels<Dot>& panels, const LinearInput& input, con
 
 }  // namespace lmdecode::LMD_SIMD::linear
 
-// Sums of a block of rows and a panel with groups, by tiles of the matrix units: the codes of a
-// group become the bytes of tiles once for some tiles of rows, their products are exact, and scales
+// Sums of a block of rows and a panel with groups, by tiles of the matrix units: the codes of some
+// groups become the bytes of tiles once for all tiles of rows, their products are exact, and scales
 // are applied in the order of add_groups() in linear_tiles.h: the same bits.
 
 #if defined(LMD_SIMD_AVX512_AMX)
@@ -254,22 +254,31 @@ namespace lmdecode::LMD_SIMD::linear {
 using namespace lmdecode::linear;
 
 constexpr int64_t kGroupStepBytes = 256;  // of 64 outputs
+constexpr int64_t kGroupProducts = kMatrixTileRows * kMaxPanelWidth;
+// Rows that are scaled together: their sums are half of the registers.
+constexpr int kScaledRows = 4, kScaledParts = kMatrixTileRows / kScaledRows;
 
 // Elements of a group in one product of tiles.
 template <class Dot>
 constexpr int kGroupTileBytes = Dot::kGroup < 64 ? Dot::kGroup : 64;
 
-// Whether codes are unpacked: to numbers with sign, from which no offset is left to subtract.
+// Whether codes are unpacked: to numbers with sign, from which no offset is left to subtract. Bytes
+// with minimums are multiplied as they are.
 template <class Dot>
-constexpr bool kIsUnpacked = Dot::kGrouped.codes != Codes::kBytes;
+constexpr bool kIsUnpacked = Dot::kGrouped.codes != Codes::kBytes || !Dot::kHasMinimums;
 
-// a: register 4, b: 6 and 7, c: 0 to 3.
+// Groups whose products of a tile of rows are scaled together.
+template <class Dot>
+constexpr int kScaledGroups =
+    tuning::kMatrixGroupBytes / (2 * 4 * kGroupProducts + Dot::kGroup * Dot::kWidth);
+
+// a: register 4, b: 5, c: 0 to 3.
 template <class Dot>
 inline TileConfig group_tile_config(const RowTiles& tiles) {
   TileConfig config;
   for (int tile = 0; tile < 4; ++tile) config.set(tile, tiles.height, kMatrixTileBytes);
   config.set(4, tiles.height, kGroupTileBytes<Dot>);
-  for (int tile = 6; tile < 8; ++tile) config.set(tile, kGroupTileBytes<Dot> / 4, kMatrixTileBytes);
+  config.set(5, kGroupTileBytes<Dot> / 4, kMatrixTileBytes);
   return config;
 }
 
@@ -292,6 +301,7 @@ inline void unpack_codes(const char* group, char* numbers) {
                 "a number of a table is a signed byte only above its middle");
   for (int j = 0; j < kPanelVectors; ++j) {
     const __m512i zeros = code_zeros<Dot>(group, j);
+#pragma GCC unroll 4
     for (int e = 0; e < Dot::kGroup; e += 8) {
       typename Dot::Bytes first, second;
       Dot::load_codes(group, e, j, &first, &second);
@@ -310,28 +320,24 @@ inline void unpack_codes(const char* group, char* numbers) {
 template <class Dot>
 inline void multiply_group(const char* x, int64_t row_bytes, const char* numbers,
                            int32_t* products) {
-  const auto multiply = []<int kC, int kB>() __attribute__((always_inline)) {
-    if constexpr (kIsUnpacked<Dot>) {
-      multiply_numbers<kC, 4, kB>();
-    } else {
-      multiply_codes<kC, 4, kB>();
-    }
-  };
   zero_tile<0>();
   zero_tile<1>();
   zero_tile<2>();
   zero_tile<3>();
   for (int e = 0; e < Dot::kGroup; e += kGroupTileBytes<Dot>) {
-    const char* const w = numbers + e * Dot::kWidth;
-    load_tile<4>(x + e, row_bytes);
-    load_tile<6>(w, kGroupStepBytes);
-    multiply.template operator()<0, 6>();
-    load_tile<7>(w + kMatrixTileBytes, kGroupStepBytes);
-    multiply.template operator()<1, 7>();
-    load_tile<6>(w + 2 * kMatrixTileBytes, kGroupStepBytes);
-    multiply.template operator()<2, 6>();
-    load_tile<7>(w + 3 * kMatrixTileBytes, kGroupStepBytes);
-    multiply.template operator()<3, 7>();
+    const auto multiply = [&]<int kC>() __attribute__((always_inline)) {
+      load_tile<5>(numbers + e * Dot::kWidth + kC * kMatrixTileBytes, kGroupStepBytes);
+      if constexpr (kIsUnpacked<Dot>) {
+        multiply_numbers<kC, 4, 5>();
+      } else {
+        multiply_codes<kC, 4, 5>();
+      }
+    };
+    load_passing_tile<4>(x + e, row_bytes);
+    multiply.template operator()<0>();
+    multiply.template operator()<1>();
+    multiply.template operator()<2>();
+    multiply.template operator()<3>();
   }
   store_tile<0>(products, kGroupStepBytes);
   store_tile<1>(products + kMatrixTileColumns, kGroupStepBytes);
@@ -339,105 +345,131 @@ inline void multiply_group(const char* x, int64_t row_bytes, const char* numbers
   store_tile<3>(products + 3 * kMatrixTileColumns, kGroupStepBytes);
 }
 
-// A group of a panel, and where its elements of x begin in a row.
-struct PanelGroup {
-  const char *step, *group;
-  int64_t input_at;
+// Rows of a tile whose products with some groups are not yet scaled.
+struct GroupSums {
+  int64_t rows, groups;
+  const int32_t* products;         // [groups, 16, 64]
+  const float *scales, *minimums;  // [groups, 64]
+  const char* input;               // of the first row and group
+  int64_t row_bytes, group_bytes;  // of the input, from row to row and from group to group
+  float* sums;                     // [rows, 64]
 };
 
-// sums [rows, 64] += products * scales, for the rows [first, height) of a tile, whose inputs of the
-// group begin at x.
-template <class Dot>
-inline void add_scaled(const PanelGroup& at, const char* x, int64_t row_bytes, int64_t first,
-                       int64_t height, const int32_t* products, float* sums) {
-  typename Dot::Floats scales[kPanelVectors], minimums[kPanelVectors];
+// sums += products * scales + minimums, group by group, for the rows [row, row + kRows), whose sums
+// stay in registers.
+template <bool kHasMinimums, int kRows>
+inline void add_scaled_rows(const GroupSums& from, int64_t row) {
+  using V = GroupVectors;
+  float* const sums = from.sums + row * kMaxPanelWidth;
+  const int32_t* products = from.products + row * kMaxPanelWidth;
+  const char* input = from.input + row * from.row_bytes;
+  const float *scales = from.scales, *minimums = from.minimums;
+  V::Floats total[kRows * kPanelVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows * kPanelVectors; ++i) total[i] = V::load_floats(sums + i * V::kLanes);
+  for (int64_t group = 0; group < from.groups; ++group) {
 #pragma GCC unroll 4
-  for (int j = 0; j < kPanelVectors; ++j) {
-    scales[j] = Dot::load_scales(at.step, at.group, j);
-    if constexpr (Dot::kHasMinimums) minimums[j] = Dot::load_minimums(at.step, at.group, j);
-  }
-  for (int64_t row = first; row < height; ++row) {
-    GroupInput of_row;
-    __builtin_memcpy(&of_row, x + row * row_bytes, sizeof(of_row));
-    float* const to = sums + row * Dot::kWidth;
+    for (int r = 0; r < kRows; ++r) {
+      GroupInput x;
+      __builtin_memcpy(&x, input + r * from.row_bytes, sizeof(x));
 #pragma GCC unroll 4
-    for (int j = 0; j < kPanelVectors; ++j) {
-      __m512i product = _mm512_load_si512(products + row * Dot::kWidth + j * Dot::kLanes);
-      if constexpr (!kIsUnpacked<Dot> && !Dot::kHasMinimums) {
-        product = _mm512_add_epi32(product, Dot::offset_of(of_row, at.group, j));
+      for (int j = 0; j < kPanelVectors; ++j) {
+        const int i = r * kPanelVectors + j;
+        const auto factors = V::times(V::load_floats(scales + j * V::kLanes), V::same(x.scale));
+        const auto values = V::to_floats(_mm512_load_si512(products + i * V::kLanes));
+        total[i] = V::add_product(values, factors, total[i]);
+        if constexpr (kHasMinimums) {
+          const auto minimum = V::load_floats(minimums + j * V::kLanes);
+          total[i] = V::add_product(minimum, V::same(x.scaled_sum), total[i]);
+        }
       }
-      const auto factors = Dot::times(scales[j], Dot::same(of_row.scale));
-      auto total = Dot::load_floats(to + j * Dot::kLanes);
-      total = Dot::add_product(Dot::to_floats(product), factors, total);
-      if constexpr (Dot::kHasMinimums) {
-        total = Dot::add_product(minimums[j], Dot::same(of_row.scaled_sum), total);
-      }
-      Dot::store_floats(to + j * Dot::kLanes, total);
     }
+    products += kGroupProducts;
+    input += from.group_bytes;
+    scales += kMaxPanelWidth;
+    if constexpr (kHasMinimums) minimums += kMaxPanelWidth;
   }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows * kPanelVectors; ++i) V::store_floats(sums + i * V::kLanes, total[i]);
+}
+
+// The same for up to four rows from `row` on. One function for all formats.
+template <bool kHasMinimums>
+[[gnu::noinline]] void add_scaled(const GroupSums& from, int64_t row) {
+  const int64_t left = from.rows - row;
+  if (left >= kScaledRows) return add_scaled_rows<kHasMinimums, kScaledRows>(from, row);
+  if (left == 3) return add_scaled_rows<kHasMinimums, 3>(from, row);
+  if (left == 2) return add_scaled_rows<kHasMinimums, 2>(from, row);
+  if (left == 1) return add_scaled_rows<kHasMinimums, 1>(from, row);
 }
 
 // sums [rows, 64] += `steps` steps, the weights of which begin at `weights`, and the inputs of the
-// rows at `input_at`; from 0, if first. Some tiles of rows, whose sums stay in L1, pass over all
-// groups before the next. While the tiles multiply, vectors scale the products of the previous
-// group, so that neither waits for the other.
+// rows at `input_at`; from 0, if first. All tiles of rows meet some groups before the next ones.
+// The products of a tile and these groups wait in a buffer, so that sums are read and written once
+// for all of them. While the tiles multiply, vectors scale the previous buffer, four rows after
+// each group, so that neither waits for the other.
 template <class Dot>
 void add_groups_by_tiles(const LinearInput& input, const RowTiles& tiles, int64_t input_at,
                          const char* weights, int64_t steps, bool is_first, float* sums) {
   static_assert(Dot::kWidth == kMaxPanelWidth && kPanelVectors == 4);
+  constexpr int kMost = kScaledGroups<Dot>;
+  static_assert(0 < kMost && kMost <= kScaledParts);
   if (is_first) {
     __builtin_memset(sums, 0, static_cast<size_t>(input.count * Dot::kWidth) * sizeof(float));
   }
-  if (steps == 0) return;
-  alignas(64) char unpacked[2][kIsUnpacked<Dot> ? Dot::kGroup * Dot::kWidth : 1];
-  alignas(64) int32_t products[2][kMatrixTileRows * Dot::kWidth];
-  const int64_t groups = steps * Dot::kStepGroups;
-  const auto group_at = [&](int64_t i) {
-    const int64_t s = i / Dot::kStepGroups, g = i % Dot::kStepGroups;
-    const char* const step = weights + s * Dot::kStepBytes;
-    return PanelGroup{step, step + Dot::kSuperBytes + g * Dot::kGroupBytes,
-                      input_at + s * Dot::kInputBytes + g * Dot::kGroupInputBytes};
-  };
-  const auto numbers_of = [&](int64_t i) -> const char* {
-    return kIsUnpacked<Dot> ? unpacked[i % 2] : group_at(i).group + Dot::kCodesAt;
-  };
-  const auto unpack = [&](int64_t i) {
-    const char* const group = group_at(i).group;
+  alignas(64) char unpacked[kMost][kIsUnpacked<Dot> ? Dot::kGroup * Dot::kWidth : 1];
+  alignas(64) float scales[2][kMost][Dot::kWidth];
+  alignas(64) float minimums[2][Dot::kHasMinimums ? kMost : 1][Dot::kWidth];
+  alignas(64) int32_t products[2][kMost][kGroupProducts];
+  const char* numbers[kMost];
+  const auto unpack = [&](int64_t i, int to, int batch) {
+    const char* const step = weights + i / Dot::kStepGroups * Dot::kStepBytes;
+    const char* const group = step + Dot::kSuperBytes + i % Dot::kStepGroups * Dot::kGroupBytes;
+#pragma GCC unroll 8
     for (int line = 0; line < Dot::kGroupBytes; line += 64) {
       __builtin_prefetch(group + tuning::kGroupPrefetchBytes + line, 0, 2);
     }
-    if constexpr (kIsUnpacked<Dot>) unpack_codes<Dot>(group, unpacked[i % 2]);
-  };
-  const auto input_of = [&](const PanelGroup& group, int64_t tile) {
-    return static_cast<const char*>(input.rows) + tiles.first_row(tile) * input.row_bytes +
-           group.input_at;
-  };
-  const int64_t parts = (tiles.count + tuning::kMatrixGroupTiles - 1) / tuning::kMatrixGroupTiles;
-  for (int64_t part = 0; part < parts; ++part) {
-    const int64_t begin = tiles.count * part / parts, end = tiles.count * (part + 1) / parts;
-    // The products of a tile and a group that are not yet scaled.
-    PanelGroup waiting = {};
-    int64_t waiting_tile = -1;
-    int buffer = 0;
-    const auto scale_waiting = [&] {
-      add_scaled<Dot>(waiting, input_of(waiting, waiting_tile), input.row_bytes,
-                      tiles.repeated(waiting_tile), tiles.height, products[1 - buffer],
-                      sums + tiles.first_row(waiting_tile) * Dot::kWidth);
-    };
-    unpack(0);
-    for (int64_t i = 0; i < groups; ++i) {
-      const PanelGroup group = group_at(i);
-      if (i + 1 < groups) unpack(i + 1);
-      for (int64_t tile = begin; tile < end; ++tile) {
-        multiply_group<Dot>(input_of(group, tile) + sizeof(GroupInput), input.row_bytes,
-                            numbers_of(i), products[buffer]);
-        if (waiting_tile >= 0) scale_waiting();
-        waiting = group;
-        waiting_tile = tile;
-        buffer = 1 - buffer;
+    numbers[to] = kIsUnpacked<Dot> ? unpacked[to] : group + Dot::kCodesAt;
+    if constexpr (kIsUnpacked<Dot>) unpack_codes<Dot>(group, unpacked[to]);
+    for (int j = 0; j < kPanelVectors; ++j) {
+      const int at = j * Dot::kLanes;
+      Dot::store_floats(scales[batch][to] + at, Dot::load_scales(step, group, j));
+      if constexpr (Dot::kHasMinimums) {
+        Dot::store_floats(minimums[batch][to] + at, Dot::load_minimums(step, group, j));
       }
     }
-    scale_waiting();
+  };
+  const int64_t groups = steps * Dot::kStepGroups;
+  const char* const rows = static_cast<const char*>(input.rows) + input_at;
+  GroupSums waiting = {}, next = {};
+  next.row_bytes = input.row_bytes;
+  next.group_bytes = Dot::kGroupInputBytes;
+  int batch = 0, buffer = 0;
+  for (int64_t first = 0; first < groups; first += kMost, batch = 1 - batch) {
+    next.groups = groups - first < kMost ? groups - first : kMost;
+    next.scales = scales[batch][0];
+    next.minimums = minimums[batch][0];
+    for (int i = 0; i < next.groups; ++i) unpack(first + i, i, batch);
+    for (int64_t tile = 0; tile < tiles.count; ++tile, buffer = 1 - buffer) {
+      const char* const x =
+          rows + tiles.first_row(tile) * input.row_bytes + first * Dot::kGroupInputBytes;
+      for (int part = 0; part < kScaledParts; ++part) {
+        if (part < next.groups) {
+          multiply_group<Dot>(x + part * Dot::kGroupInputBytes + sizeof(GroupInput),
+                              input.row_bytes, numbers[part], products[buffer][part]);
+        }
+        add_scaled<Dot::kHasMinimums>(waiting, part * kScaledRows);
+      }
+      const int64_t repeated = tiles.repeated(tile);
+      next.rows = tiles.height - repeated;
+      next.products = products[buffer][0] + repeated * Dot::kWidth;
+      next.input = x + repeated * input.row_bytes;
+      next.sums = sums + tile * tiles.height * Dot::kWidth;
+      waiting = next;
+    }
+  }
+  for (int part = 0; part < kScaledParts; ++part) {
+    add_scaled<Dot::kHasMinimums>(waiting, part * kScaledRows);
   }
 }
 

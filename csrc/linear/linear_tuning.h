@@ -26,10 +26,11 @@ constexpr int64_t kMatrixChainTiles = 16;
 constexpr int64_t kMatrixBlockBytes = 1 << 20;
 constexpr int64_t kMatrixLeastRows = 64, kMatrixMostRows = 512;
 // Not yet measured: rows up to which weights with groups are multiplied by vectors; how far ahead
-// up to 16 rows fetch; tiles of rows whose sums, 4 KB each, stay in L1 while groups pass.
+// up to 16 rows fetch; bytes of L1 for products of groups that wait for their scales, of the next
+// ones, and for the numbers of these.
 constexpr int64_t kGroupVectorRows = 4;
 constexpr int64_t kMatrixPrefetchBytes = 8192;
-constexpr int64_t kMatrixGroupTiles = 6;
+constexpr int64_t kMatrixGroupBytes = 32 << 10;
 
 // The least time of a task for another thread, which the products of a model find awake. Estimates
 // of what a panel and a row take, with vectors of AVX-512.

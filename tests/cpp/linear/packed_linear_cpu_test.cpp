@@ -367,7 +367,7 @@ TEST(weights_with_groups_are_what_their_codes_stand_for) {
                      StepCursor(panel + s * layout.row_bytes, tile.width, o % tile.width));
         }
       }
-      // Tiles of rows with groups serve more rows than four, in parts of up to 96.
+      // Tiles serve more rows than four.
       const int64_t most = level.has_tiles ? 112 : 1;
       const Memory<float> x(most * inputs), y(most * outputs);
       const int64_t row_bytes = (layout.depth * tile.input_bytes + 63) / 64 * 64;
