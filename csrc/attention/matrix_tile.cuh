@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "attention/row_tensors.cuh"
+#include "attention/row_total.h"
 #include "attention/score_rule.cuh"
 #include "attention/sliding_window_attention.h"
 #include "common/host_device.h"

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/row_tensors.cuh"
+#include "attention/row_total.h"
 #include "attention/score_rule.cuh"
 
 namespace lmdecode::attention::cuda_kernels {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "attention/attention_rows.h"
-#include "attention/row_total.h"
 #include "common/cuda_intrinsics.cuh"
 #include "common/exp_weight.h"
 
@@ -12,8 +11,7 @@ __device__ __forceinline__ float mask_term(float value) {
   return value > kMaskedScore ? value : minus_infinity();  // NaN in a mask hides
 }
 
-// The exponent of two of a weight below a large maximum. The product is rounded as the maximum was,
-// so that none is above 0.
+// The exponent of two of a weight below a large maximum, as subtract_large() of the CPU has it.
 __device__ __forceinline__ float exponent_below_large(float score, float factor, float maximum) {
   return __fadd_rn(__fmul_rn(score, factor), 0.0f - maximum);
 }

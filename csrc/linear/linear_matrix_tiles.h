@@ -254,7 +254,7 @@ namespace lmdecode::LMD_SIMD::linear {
 using namespace lmdecode::linear;
 
 constexpr int64_t kGroupStepBytes = 256;  // of 64 outputs
-constexpr int64_t kGroupProducts = kMatrixTileRows * kMaxPanelWidth;
+constexpr int64_t kProductsOfGroup = kMatrixTileRows * kMaxPanelWidth;
 // Rows that are scaled together: their sums are half of the registers.
 constexpr int kScaledRows = 4, kScaledParts = kMatrixTileRows / kScaledRows;
 
@@ -270,7 +270,7 @@ constexpr bool kIsUnpacked = Dot::kGrouped.codes != Codes::kBytes || !Dot::kHasM
 // Groups whose products of a tile of rows are scaled together.
 template <class Dot>
 constexpr int kScaledGroups =
-    tuning::kMatrixGroupBytes / (2 * 4 * kGroupProducts + Dot::kGroup * Dot::kWidth);
+    tuning::kMatrixGroupBytes / (2 * 4 * kProductsOfGroup + Dot::kGroup * Dot::kWidth);
 
 // a: register 4, b: 5, c: 0 to 3.
 template <class Dot>
@@ -348,7 +348,7 @@ inline void multiply_group(const char* x, int64_t row_bytes, const char* numbers
 // Rows of a tile whose products with some groups are not yet scaled.
 struct GroupSums {
   int64_t rows, groups;
-  const int32_t* products;         // [groups, 16, 64]
+  const int32_t* products;         // [rows, 64] of each group, which are 16 rows apart
   const float *scales, *minimums;  // [groups, 64]
   const char* input;               // of the first row and group
   int64_t row_bytes, group_bytes;  // of the input, from row to row and from group to group
@@ -361,13 +361,13 @@ template <bool kHasMinimums, int kRows>
 inline void add_scaled_rows(const GroupSums& from, int64_t row) {
   using V = GroupVectors;
   float* const sums = from.sums + row * kMaxPanelWidth;
-  const int32_t* products = from.products + row * kMaxPanelWidth;
-  const char* input = from.input + row * from.row_bytes;
-  const float *scales = from.scales, *minimums = from.minimums;
   V::Floats total[kRows * kPanelVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows * kPanelVectors; ++i) total[i] = V::load_floats(sums + i * V::kLanes);
   for (int64_t group = 0; group < from.groups; ++group) {
+    const int32_t* const products = from.products + group * kProductsOfGroup + row * kMaxPanelWidth;
+    const char* const input = from.input + group * from.group_bytes + row * from.row_bytes;
+    const float* const scales = from.scales + group * kMaxPanelWidth;
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       GroupInput x;
@@ -379,15 +379,12 @@ inline void add_scaled_rows(const GroupSums& from, int64_t row) {
         const auto values = V::to_floats(_mm512_load_si512(products + i * V::kLanes));
         total[i] = V::add_product(values, factors, total[i]);
         if constexpr (kHasMinimums) {
-          const auto minimum = V::load_floats(minimums + j * V::kLanes);
+          const auto minimum =
+              V::load_floats(from.minimums + group * kMaxPanelWidth + j * V::kLanes);
           total[i] = V::add_product(minimum, V::same(x.scaled_sum), total[i]);
         }
       }
     }
-    products += kGroupProducts;
-    input += from.group_bytes;
-    scales += kMaxPanelWidth;
-    if constexpr (kHasMinimums) minimums += kMaxPanelWidth;
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kRows * kPanelVectors; ++i) V::store_floats(sums + i * V::kLanes, total[i]);
@@ -406,8 +403,8 @@ template <bool kHasMinimums>
 // sums [rows, 64] += `steps` steps, the weights of which begin at `weights`, and the inputs of the
 // rows at `input_at`; from 0, if first. All tiles of rows meet some groups before the next ones.
 // The products of a tile and these groups wait in a buffer, so that sums are read and written once
-// for all of them. While the tiles multiply, vectors scale the previous buffer, four rows after
-// each group, so that neither waits for the other.
+// for all of them. While the tiles multiply a group, vectors scale four rows of the previous
+// buffer; the last rows are scaled alone.
 template <class Dot>
 void add_groups_by_tiles(const LinearInput& input, const RowTiles& tiles, int64_t input_at,
                          const char* weights, int64_t steps, bool is_first, float* sums) {
@@ -420,7 +417,7 @@ void add_groups_by_tiles(const LinearInput& input, const RowTiles& tiles, int64_
   alignas(64) char unpacked[kMost][kIsUnpacked<Dot> ? Dot::kGroup * Dot::kWidth : 1];
   alignas(64) float scales[2][kMost][Dot::kWidth];
   alignas(64) float minimums[2][Dot::kHasMinimums ? kMost : 1][Dot::kWidth];
-  alignas(64) int32_t products[2][kMost][kGroupProducts];
+  alignas(64) int32_t products[2][kMost][kProductsOfGroup];
   const char* numbers[kMost];
   const auto unpack = [&](int64_t i, int to, int batch) {
     const char* const step = weights + i / Dot::kStepGroups * Dot::kStepBytes;

@@ -268,6 +268,7 @@ const Case kCases[] = {
     {40, 1024, 70},
     {33, 1025, 70},
     {3, 2050, 9},
+    {20, 2400, 70},
     {0, 8, 8},
     {3, 0, 70},
     {21, 0, 70},
@@ -348,7 +349,8 @@ TEST(weights_with_groups_are_what_their_codes_stand_for) {
     const LinearFormat kind = static_cast<LinearFormat>(number);
     const GroupedFormat format = grouped_format(kind);
     if (format.group == 0 || is_rotated(kind)) continue;
-    const int64_t steps = 2, inputs = steps * format.step(), outputs = 70;
+    const int64_t steps = std::max(2, 224 / format.step()), inputs = steps * format.step();
+    const int64_t outputs = 70;
     std::mt19937 random(7);
     std::vector<GroupedStep> weights;
     for (int64_t i = 0; i < outputs * steps; ++i) weights.push_back(random_step(format, &random));
