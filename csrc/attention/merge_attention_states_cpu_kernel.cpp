@@ -19,22 +19,27 @@ void merge_rows(const MergeAttentionStatesParams& p, int64_t begin, int64_t end)
     const MergeShares shares = MergeShares::of(p.states[0].lse[place(p.states[0].lse_strides)],
                                                p.states[1].lse[place(p.states[1].lse_strides)]);
     p.lse[place(p.lse_strides)] = shares.lse;
-    T* out = static_cast<T*>(p.out) + place(p.out_strides);
-    for (int64_t at = 0; at < p.size; at += kLanes) {
-      F32 merged = splat(0.0f);
-      for (int i = 0; i < 2; ++i) {
-        if (shares.share[i] == 0.0) continue;
-        const AttentionStrides& s = p.states[i].out_strides;
-        const HeadRow<T> part = {static_cast<const T*>(p.states[i].out) + place(s), s.element,
-                                 p.size};
-        merged = accumulate(splat(shares.factor(i)), load_elements(part, at), merged);
-      }
-      if (at + kLanes <= p.size) {
-        store_all(out + at, merged);
-      } else {
-        store_part(out + at, merged, p.size - at);
-      }
+    // Those of the two that have a share.
+    HeadRow<T> parts[2];
+    F32 factors[2];
+    int count = 0;
+    for (int i = 0; i < 2; ++i) {
+      if (shares.share[i] == 0.0) continue;
+      const AttentionStrides& s = p.states[i].out_strides;
+      parts[count] = {static_cast<const T*>(p.states[i].out) + place(s), s.element, p.size};
+      factors[count++] = splat(shares.factor(i));
     }
+    const auto merged = [&](int64_t at) {
+      F32 sum = splat(0.0f);
+      for (int i = 0; i < count; ++i) {
+        sum = accumulate(factors[i], load_elements(parts[i], at), sum);
+      }
+      return sum;
+    };
+    T* const out = static_cast<T*>(p.out) + place(p.out_strides);
+    int64_t at = 0;
+    for (; at + kLanes <= p.size; at += kLanes) store_all(out + at, merged(at));
+    if (at < p.size) store_part(out + at, merged(at), p.size - at);
   }
 }
 

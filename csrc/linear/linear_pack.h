@@ -180,15 +180,6 @@ inline F32 load_input(const LinearInputRows& input, int64_t row, int64_t at) {
   return load(lane);
 }
 
-// A row of x as floats that bfloat16 holds.
-inline F32 round_to_bfloat16(F32 value) {
-  const U32 bits = bit_cast_u32(value);
-  const U32 odd = shift_right<16>(bits) & splat_u32(1);
-  const U32 rounded = (bits + splat_u32(0x7fffu) + odd) & splat_u32(0xffff0000u);
-  const U32 quiet = (bits | splat_u32(0x400000u)) & splat_u32(0xffff0000u);
-  return bit_cast_f32(select(is_nan(value, value), quiet, rounded));
-}
-
 inline uint32_t largest_magnitude_bits(const LinearInputRows& input, int64_t row) {
   U32 largest = splat_u32(0);
   for (int64_t at = 0; at < input.in_features; at += kLanes) {
