@@ -41,6 +41,17 @@ def test_reference(dtype: torch.dtype, size: int, device: torch.device) -> None:
     assert not out[0, 0, 1].any() and lse[0, 0, 1] == -INF
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_results_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    """Of any bits: ties, NaN and infinities too; the last elements of a row are no whole vector."""
+    bits = torch.randint(-(2**15), 2**15, (2, 1, 2, 500, 100), dtype=torch.int16)
+    one, other = bits.view(dtype)
+    lse = torch.zeros(1, 2, 500)
+    out, _ = merge(one, lse, other, lse)
+    want = (one.float() / 2 + other.float() / 2).to(dtype)
+    torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 400), st.data())
 def test_parts_make_the_whole(keys: int, data: st.DataObject) -> None:

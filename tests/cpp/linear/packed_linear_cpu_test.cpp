@@ -349,7 +349,7 @@ TEST(weights_with_groups_are_what_their_codes_stand_for) {
     const LinearFormat kind = static_cast<LinearFormat>(number);
     const GroupedFormat format = grouped_format(kind);
     if (format.group == 0 || is_rotated(kind)) continue;
-    const int64_t steps = std::max(2, 224 / format.step()), inputs = steps * format.step();
+    const int64_t steps = std::max(2, 384 / format.step()), inputs = steps * format.step();
     const int64_t outputs = 70;
     std::mt19937 random(7);
     std::vector<GroupedStep> weights;
