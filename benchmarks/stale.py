@@ -100,7 +100,7 @@ def print_stale(root: Path, sources: Mapping[str, Sequence[str]], processor: str
             told += 1
             cpu, date, commit, more, table = run.groups("")
             known = _git(root, "log", "-1", "--format=%cs", commit, "--").strip()
-            measured = WHOLE_MODEL if page.name == "quality.md" else sources.get(group)
+            measured = WHOLE_MODEL if page.name.startswith("quality") else sources.get(group)
             if measured is None:
                 verdict = "no benchmark measures this group"
             elif not known:

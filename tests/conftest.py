@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,16 @@ CAPABILITIES = ("default", "avx2", "avx512")
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device that an op runs on."""
     return torch.device(request.param)
+
+
+def pytest_collection_finish() -> None:
+    """Leave tests and modules out of the collections of garbage.
+
+    They are there until the end, a million objects, and one collection is up to a second of
+    looking at them: transformers' batches collect twice each.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -568,16 +568,19 @@ def test_results_older_than_their_kernels(
     pages.mkdir(parents=True)
     (pages / "other.md").write_text("On 2026-01-02.\n")
 
-    def told(commit: str, group: str = "op", cpu: str = here) -> tuple[int, list[str]]:
-        (pages / "cpu.md").write_text(
+    def told(
+        commit: str, group: str = "op", cpu: str = here, page: str = "cpu.md"
+    ) -> tuple[int, list[str]]:
+        (pages / page).write_text(
             f"### {group}\n\nCPU {cpu}, 2 cores, kernels: avx2; date 2026-01-03; threads 1; commit "
             f"{commit}; torch 2.\n\nGoals:\n\n|g|\n|-|\n|1|\n\nCases:\n\n|c|\n|-|\n|1|\n"
         )
         status = print_stale(tmp_path, {"op": ("area/op",)}, here)
+        (pages / page).unlink()
         lines = capsys.readouterr().out.splitlines()
         assert "other.md: no commit; 2026-01-02" in lines
         assert lines[-1] == f"{status} of 1 sections with a commit are stale"
-        return status, [line for line in lines if line.startswith("cpu.md")]
+        return status, [line for line in lines if line.startswith(page)]
 
     assert told(third) == (0, [])  # comments alone, and headers of CUDA
     for commit, count in ((first, 2), (second, 1)):  # in a string two slashes are no comment
@@ -595,6 +598,8 @@ def test_results_older_than_their_kernels(
     status, (line,) = told(first, group="gone")
     assert status == 0
     assert line.endswith("no benchmark measures this group")
+    # Models in a page of quality pass through other areas than this one.
+    assert told(first, group="a model", page="quality_avx2.md") == (0, [])
 
 
 @pytest.mark.usefixtures("from_root")
