@@ -1,6 +1,8 @@
 """Chat templates: the texts of transformers' apply_chat_template, to the letter."""
 
 import dataclasses
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,21 @@ TALKS: dict[str, list[dict[str, Any]]] = {
     "no text": [{"role": "user"}],
     "emoji": [{"role": "user", "content": "\U0001f600 {{ bos_token }} {% x %}"}],
 }  # fmt: skip
+
+
+class Noon(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> "Noon":
+        return cls(2026, 11, 30, 12, tzinfo=tz)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_day() -> Iterator[None]:
+    """The same day for both: midnight may come between two texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("transformers.utils.chat_template_utils", "lmdecode.serving.chat_template"):
+            patch.setattr(f"{module}.datetime", Noon)
+        yield
 
 
 def theirs(template: str | dict[str, str], messages: Any, **options: Any) -> str | None:
