@@ -15,6 +15,7 @@ from pathlib import Path
 # Idle OpenMP threads must not spin on cores that others use; read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import lmdecode
 from benchmarks import report
 from benchmarks.discovery import discover
 from benchmarks.harness import FULL, QUICK, chosen, run_cases
@@ -69,7 +70,8 @@ def main() -> int:
     found = discover()
     if arguments.stale:
         sources = {case.group: b.sources for b in found for case in b.cases(False)}
-        return print_stale(report.ROOT, sources, report.cpu_model())
+        kernels = lmdecode.cpu_capability()
+        return print_stale(report.ROOT, sources, report.cpu_model(), kernels)
     by_benchmark = {b.name: chosen(b.cases(arguments.quick), arguments.names) for b in found}
     cases = [case for group in by_benchmark.values() for case in group]
     if arguments.list:

@@ -15,7 +15,9 @@ WHOLE_MODEL = ("attention/", "beam/", "decoder/", "kv_cache/", "linear/", "sampl
 _PATCH = ("-p", "-M", "-U0", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
 _STRING_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'\\?"')|//.*""")
 _RUN = re.compile(
-    r"CPU (.+?), \d+ cores.*?; date ([-\d]+); .*?commit (\w+)( with changes)?;(.*)", re.DOTALL
+    r"CPU (.+?), \d+ cores(?:, kernels: (\w+))?.*?; date ([-\d]+); "
+    r".*?commit (\w+)( with changes)?;(.*)",
+    re.DOTALL,
 )
 _HUNK = re.compile(r"^@@ .*\n((?:[-+\\].*\n?)*)", re.MULTILINE)
 
@@ -78,11 +80,14 @@ def _processor(text: str) -> str:
     return found[0] if found else text
 
 
-def print_stale(root: Path, sources: Mapping[str, Sequence[str]], processor: str) -> int:
+def print_stale(
+    root: Path, sources: Mapping[str, Sequence[str]], processor: str, kernels: str = ""
+) -> int:
     """Print what is stale of ``root``'s results; 1: something is, 2: git cannot tell.
 
     ``sources`` has what each group measures, as ``kernel_files`` takes it. A commit that git does
-    not know, and a group that nobody measures, are told and do not count.
+    not know, and a group that nobody measures, are told and do not count. ``kernels``: the level
+    that runs here; a virtual machine may hide a processor's others.
     """
     if not _git(root, "rev-parse", "HEAD"):
         print(f"--stale asks git, which has no history of {root}", file=sys.stderr)
@@ -98,7 +103,7 @@ def print_stale(root: Path, sources: Mapping[str, Sequence[str]], processor: str
             if run is None:
                 continue
             told += 1
-            cpu, date, commit, more, table = run.groups("")
+            cpu, level, date, commit, more, table = run.groups("")
             known = _git(root, "log", "-1", "--format=%cs", commit, "--").strip()
             measured = WHOLE_MODEL if page.name.startswith("quality") else sources.get(group)
             if measured is None:
@@ -113,6 +118,8 @@ def print_stale(root: Path, sources: Mapping[str, Sequence[str]], processor: str
                 verdict = f"commits since: {len(changes)}, the last {changes[0]}"
             rows = sum(line.startswith("|") for line in table.rpartition("Cases:")[2].split("\n"))
             other = "" if _processor(cpu) == _processor(processor) else ", not this machine"
+            if not other and level != kernels:
+                other = f" with {level}, not this machine"
             print(
                 f"{page.name}, {group}: {rows - 2} rows, commit {commit} of {known or date}{more}, "
                 f"{cpu}{other}: {verdict}"

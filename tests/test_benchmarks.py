@@ -569,13 +569,13 @@ def test_results_older_than_their_kernels(
     (pages / "other.md").write_text("On 2026-01-02.\n")
 
     def told(
-        commit: str, group: str = "op", cpu: str = here, page: str = "cpu.md"
+        commit: str, group: str = "op", cpu: str = here, page: str = "cpu.md", level: str = "avx2"
     ) -> tuple[int, list[str]]:
         (pages / page).write_text(
-            f"### {group}\n\nCPU {cpu}, 2 cores, kernels: avx2; date 2026-01-03; threads 1; commit "
-            f"{commit}; torch 2.\n\nGoals:\n\n|g|\n|-|\n|1|\n\nCases:\n\n|c|\n|-|\n|1|\n"
+            f"### {group}\n\nCPU {cpu}, 2 cores, kernels: {level}; date 2026-01-03; threads 1; "
+            f"commit {commit}; torch 2.\n\nGoals:\n\n|g|\n|-|\n|1|\n\nCases:\n\n|c|\n|-|\n|1|\n"
         )
-        status = print_stale(tmp_path, {"op": ("area/op",)}, here)
+        status = print_stale(tmp_path, {"op": ("area/op",)}, here, "avx2")
         (pages / page).unlink()
         lines = capsys.readouterr().out.splitlines()
         assert "other.md: no commit; 2026-01-02" in lines
@@ -592,6 +592,9 @@ def test_results_older_than_their_kernels(
     status, (line,) = told(first, cpu="AMD EPYC (family 26, model 2)")
     assert status == 1
     assert "model 2), not this machine: commits since: 2" in line
+    status, (line,) = told(first, level="avx512")  # that this machine hides
+    assert status == 1
+    assert "model 1) with avx512, not this machine: commits since: 2" in line
     status, (line,) = told("0123456789ab")
     assert status == 0
     assert line.endswith("of 2026-01-03, " + here + ": unknown, git does not have the commit")
