@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import lmdecode
 from benchmarks import report
 from benchmarks.discovery import discover
-from benchmarks.harness import FULL, QUICK, chosen, run_cases
+from benchmarks.harness import FULL, QUICK, Result, chosen, run_cases
 from benchmarks.stale import print_stale
 
 
@@ -83,6 +83,7 @@ def main() -> int:
         return 2
     effort = QUICK if arguments.quick else FULL
     about = report.machine(arguments.threads)
+    results: list[Result] = []
     if arguments.compare:
         from benchmarks.compare import compare
 
@@ -90,25 +91,25 @@ def main() -> int:
         group = f"This tree against {arguments.compare}"
         sections = {group: report.section(about, table, None, [])}
         record = {"machine": about, "compare": figures}
-        results = []
     else:
-        results = list(run_cases(cases, effort, arguments.threads))
+        owner = {case.key: b for b in found for case in by_benchmark[b.name]}
         sections = {}
-        for benchmark in found:
-            keys = {case.key for case in by_benchmark[benchmark.name]}
-            mine = [result for result in results if result.case.key in keys]
-            if not mine:
-                continue
+        for result in run_cases(cases, effort, arguments.threads):
+            results.append(result)
+            benchmark = owner[result.case.key]
+            mine = [one for one in results if owner[one.case.key] is benchmark]
             outcomes = benchmark.goals(mine)
             if arguments.names:
                 outcomes = [outcome for outcome in outcomes if outcome.cases]
             goals = report.goals_table(outcomes) if outcomes and not arguments.quick else None
-            table = report.results_table(mine)
             notes = [*benchmark.notes(), *benchmark.summary(mine)]
-            sections[mine[0].case.group] = report.section(about, table, goals, notes)
+            group = mine[0].case.group
+            sections[group] = report.section(about, report.results_table(mine), goals, notes)
+            if arguments.output:  # at once: whole models take hours
+                report.write(arguments.output, sections)
         record = {"machine": about, "results": [result.as_json() for result in results]}
     print(report.document(sections))
-    if arguments.output:
+    if arguments.output and arguments.compare:
         report.write(arguments.output, sections)
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -5,7 +5,7 @@ import json
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,28 @@ def test_quick_run_writes_table_json_and_plot(tmp_path: Path) -> None:
     assert times["lmdecode"]["minimum_us"] <= times["lmdecode"]["median_us"]
     if plot:
         assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("from_root")
+def test_a_run_that_is_cut_off_leaves_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import __main__, harness, report
+
+    def cut_off(cases: list[Any], *_: Any) -> Iterator[Any]:
+        assert len(cases) > 2
+        for case, seconds in zip(cases[:2], (1e-6, 3e-6), strict=True):
+            timings = {harness.OURS: timing.Timing((seconds,)), "peer": timing.Timing((2e-6,))}
+            yield harness.Result(case, 1, timings, dict.fromkeys(timings, True))
+        raise KeyboardInterrupt
+
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(__main__, "run_cases", cut_off)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "reorder_cache_/", "--output", str(page)])
+    with pytest.raises(KeyboardInterrupt):
+        __main__.main()
+    (section,) = report.sections(page.read_text()).values()
+    assert [row["peer"] for row in _table(section.rpartition("Cases:")[2])] == ["2.00x", "0.67x"]
 
 
 def _has_matplotlib() -> bool:

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sections[name] = report.section(about, table, None, notes).strip()
         print(f"### {name}\n\n{sections[name]}\n", flush=True)
         if given.output:  # at once: a run of all models is long
-            report.write(given.output, {name: sections[name]})
+            report.write(given.output, sections)
     return 0 if sections else 1
 
 
