@@ -33,7 +33,7 @@ MAKERS: dict[str, set[str]] = {
 }
 
 # Lines of sources by folder. A change that needs more says so here, in the same commit.
-MOST_LINES = {"csrc": 46_820, "python": 71_800, "tests": 89_760, "benchmarks": 14_140}
+MOST_LINES = {"csrc": 46_820, "python": 71_800, "tests": 89_800, "benchmarks": 14_140}
 
 
 @functools.cache

