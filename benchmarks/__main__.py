@@ -96,14 +96,13 @@ def main() -> int:
         sections = {}
         for result in run_cases(cases, effort, arguments.threads):
             results.append(result)
-            benchmark = owner[result.case.key]
-            mine = [one for one in results if owner[one.case.key] is benchmark]
+            benchmark, group = owner[result.case.key], result.case.group
+            mine = [one for one in results if one.case.group == group]
             outcomes = benchmark.goals(mine)
             if arguments.names:
                 outcomes = [outcome for outcome in outcomes if outcome.cases]
             goals = report.goals_table(outcomes) if outcomes and not arguments.quick else None
             notes = [*benchmark.notes(), *benchmark.summary(mine)]
-            group = mine[0].case.group
             sections[group] = report.section(about, report.results_table(mine), goals, notes)
             if arguments.output:  # at once: whole models take hours
                 report.write(arguments.output, sections)

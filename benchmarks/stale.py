@@ -81,13 +81,13 @@ def _processor(text: str) -> str:
 
 
 def print_stale(
-    root: Path, sources: Mapping[str, Sequence[str]], processor: str, kernels: str = ""
+    root: Path, sources: Mapping[str, Sequence[str]], processor: str, kernels: str
 ) -> int:
     """Print what is stale of ``root``'s results; 1: something is, 2: git cannot tell.
 
     ``sources`` has what each group measures, as ``kernel_files`` takes it. A commit that git does
     not know, and a group that nobody measures, are told and do not count. ``kernels``: the level
-    that runs here; a virtual machine may hide a processor's others.
+    that runs here; results of another are not this machine's.
     """
     if not _git(root, "rev-parse", "HEAD"):
         print(f"--stale asks git, which has no history of {root}", file=sys.stderr)
@@ -118,7 +118,7 @@ def print_stale(
                 verdict = f"commits since: {len(changes)}, the last {changes[0]}"
             rows = sum(line.startswith("|") for line in table.rpartition("Cases:")[2].split("\n"))
             other = "" if _processor(cpu) == _processor(processor) else ", not this machine"
-            if not other and level != kernels:
+            if not other and level and level != kernels:
                 other = f" with {level}, not this machine"
             print(
                 f"{page.name}, {group}: {rows - 2} rows, commit {commit} of {known or date}{more}, "

